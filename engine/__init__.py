@@ -1,0 +1,1 @@
+"""The engine: text, scheduling, memory, execution and models behind one interface (`api`)."""

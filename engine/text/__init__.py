@@ -1,0 +1,1 @@
+"""Text: tokenizers, chat templates, incremental detokenisation, stop strings. No blocks, no tensors."""

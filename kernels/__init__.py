@@ -1,0 +1,1 @@
+"""Kernels: tensors in, tensors out. Knows nothing else of octavo."""

@@ -1,0 +1,163 @@
+"""The set of ops that a model and a sampler are made of, and the tensors that describe a batch.
+
+An op set implements :class:`Ops`; ``reference.py`` is the oracle for every other. A model calls these
+with everything as arguments, so that one step's calls can be recorded and replayed. An op set owns the
+layout of its KV cache: everything above knows blocks by id, and that one block of one layer is
+contiguous memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """Shape of one layer's KV cache."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer, keys and values."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class LayerKVCache(NamedTuple):
+    """One layer's keys and values. The shape is the op set's own; dimension 0 is the block.
+
+    Default: ``[num_blocks, block_size, num_kv_heads, head_dim]`` each.
+    """
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """A flat batch of variable-length queries over paged keys and values.
+
+    Row r owns query tokens ``query_start_loc[r] .. query_start_loc[r + 1] - 1``, which are the last
+    ones of its ``seq_lens[r]`` tokens. The host twins hold the same numbers, so that no op needs a
+    device-to-host copy to know them.
+    """
+
+    query_start_loc: Tensor  # [num_rows + 1] int32
+    seq_lens: Tensor  # [num_rows] int32, computed tokens including this step's
+    block_tables: Tensor  # [num_rows, max_num_blocks] int32; past a row's last block: its first id
+    slot_mapping: Tensor  # [num_tokens] int64; -1: do not store
+    query_lens_host: Sequence[int]
+    seq_lens_host: Sequence[int]
+    max_query_len: int
+    max_seq_len: int
+    num_decode_rows: int = 0  # the first rows with one query token each
+
+
+class SamplingTensors(NamedTuple):
+    """Per-row sampling parameters for one call of :meth:`Ops.sample`. All ``[num_rows]``."""
+
+    temperature: Tensor  # float32; 0: greedy
+    top_k: Tensor  # int64; 0: off
+    top_p: Tensor  # float32; 1: off
+    min_p: Tensor  # float32; 0: off
+    seed: Tensor  # int64
+    position: Tensor  # int64, index in the sequence of the token being drawn
+
+
+class Ops(Protocol):
+    """One implementation of every op. ``num_tokens`` is the flat batch; tensors are contiguous."""
+
+    name: str
+    """As chosen by ``--attention-backend``."""
+
+    # --- weights -------------------------------------------------------------------------------
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Prepare ``weight [out_features, in_features]`` for :meth:`linear`, once.
+
+        Returns an opaque handle. The caller drops ``weight`` afterwards unless it needs it elsewhere.
+        """
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, x's dtype."""
+
+    # --- elementwise ---------------------------------------------------------------------------
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over the last dimension, in float32 (Zhang & Sennrich, 2019)."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``(rms_norm(x + residual), x + residual)``; ``residual`` may be overwritten."""
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """``x [num_tokens, 2 * d]`` → ``silu(x[:, :d]) * x[:, d:]  [num_tokens, d]``."""
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """As :meth:`silu_and_mul` with tanh-approximated GELU."""
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate in halves (NeoX layout; Su et al., RoFormer, 2021).
+
+        Args:
+            q: ``[num_tokens, num_q_heads, head_dim]``.
+            k: ``[num_tokens, num_kv_heads, head_dim]``.
+            positions: ``[num_tokens]`` int64.
+            cos_sin: ``[max_position, rotary_dim]`` float32, cosines then sines of rotary_dim / 2
+                angles. Only the first ``rotary_dim`` of a head are rotated.
+        """
+
+    # --- KV cache and attention ----------------------------------------------------------------
+    def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
+        """Memory for one layer, zero-filled; on a CPU, pages are touched only when used."""
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        """Write ``k, v [num_tokens, num_kv_heads, head_dim]`` to their slots; skip slot -1.
+
+        A token at offset 0 of its block first clears the block, so that slots past a row's end are
+        always finite.
+        """
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Causal grouped-query attention over paged KV (Kwon et al., 2023, section 4.3).
+
+        Args:
+            q: ``[num_tokens, num_q_heads, head_dim]``.
+            scale: multiplies ``q · k``.
+            window: a query sees itself and the ``window - 1`` tokens before it.
+            soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
+
+        Returns:
+            ``[num_tokens, num_q_heads, head_dim]``, q's dtype.
+        """
+
+    def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:
+        """Copy blocks ``src [n] int64`` to ``dst [n] int64`` in every layer."""
+
+    # --- logits --------------------------------------------------------------------------------
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """Draw one token per row from ``logits [num_rows, vocab_size]`` float32 → ``[num_rows]`` int64.
+
+        A pure function: one uniform from Philox4x32-10 (Salmon et al., SC 2011) keyed by
+        (seed, position), then the inverse CDF in token-id order over the tokens that temperature,
+        top-k, top-p and min-p leave. Temperature 0 takes the most likely token, the lowest id on a tie.
+        """

@@ -1,0 +1,44 @@
+"""octavo: an OpenAI-compatible LLM server whose KV cache is managed like virtual memory.
+
+Public names are resolved on first use, so that ``import octavo`` costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .engine.api import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+    from .engine.llm import LLM
+
+_HOMES = {
+    "LLM": "octavo.engine.llm",
+    "SamplingParams": "octavo.engine.api",
+    "RequestOutput": "octavo.engine.api",
+    "CompletionOutput": "octavo.engine.api",
+    "FinishReason": "octavo.engine.api",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "FinishReason",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
