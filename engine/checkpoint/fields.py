@@ -1,0 +1,109 @@
+"""Typed reading of untrusted key-value data: every refusal names the file and the key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        CheckpointError: the file cannot be read or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold one JSON object.")
+    return value
+
+
+class Fields:
+    """A mapping read with checks. A key that is absent or ``None`` takes its default."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer.
+
+        Raises:
+            CheckpointError: absent without a default, or something else.
+        """
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.refuse(key, value, "a positive integer")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number.
+
+        Raises:
+            CheckpointError: absent without a default, or something else.
+        """
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.refuse(key, value, "a positive number")
+        if not 0 < value < math.inf:
+            self.refuse(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean.
+
+        Raises:
+            CheckpointError: something else.
+        """
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            self.refuse(key, value, "true or false")
+        return bool(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string.
+
+        Raises:
+            CheckpointError: absent without a default, or something else.
+        """
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            self.refuse(key, value, "a string")
+        return str(value)
+
+    def refuse(self, key: str, value: Any, expected: str) -> None:
+        raise CheckpointError(f"{self.where}: {key} must be {expected}, got {value!r}.")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise CheckpointError(f"{self.where} lacks {key}.")
+        return default
+
+
+def id_list(value: Any, where: str) -> tuple[int, ...]:
+    """A token id, a list of them or ``None``, as a tuple.
+
+    Raises:
+        CheckpointError: something else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise CheckpointError(f"{where} must be a token id or a list of them, got {value!r}.")
+    return tuple(ids)

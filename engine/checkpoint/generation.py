@@ -1,0 +1,125 @@
+"""End ids, chat template and sampling defaults of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..api import SamplingParams
+from ..errors import CheckpointError, InvalidRequestError
+from .fields import id_list, read_json
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``, empty if there is no such file."""
+    return read_json(path) if path.is_file() else {}
+
+
+def find_eos_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Every end id that config.json, generation_config.json or the tokenizer names.
+
+    Raises:
+        CheckpointError: one of them is no token id of the model.
+    """
+    generation = read_optional_json(folder / "generation_config.json")
+    ids = id_list(config.get("eos_token_id"), f"{folder / 'config.json'}: eos_token_id")
+    ids += id_list(
+        generation.get("eos_token_id"), f"{folder / 'generation_config.json'}: eos_token_id"
+    )
+    ids += _tokenizer_eos(folder)
+    return check_ids(ids, vocab_size, str(folder))
+
+
+def check_ids(ids: tuple[int, ...], vocab_size: int, where: str) -> tuple[int, ...]:
+    """``ids`` once each, in order.
+
+    Raises:
+        CheckpointError: one is outside the vocabulary.
+    """
+    for token_id in ids:
+        if token_id >= vocab_size:
+            raise CheckpointError(
+                f"{where}: end id {token_id} is outside the vocabulary of {vocab_size}."
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def find_chat_template(folder: Path) -> str | None:
+    """``chat_template.jinja``, else the (default) template of tokenizer_config.json.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    template = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def find_default_sampling(folder: Path) -> dict[str, Any]:
+    """Sampling defaults of generation_config.json, under the names of :class:`SamplingParams`.
+
+    ``repetition_penalty`` always counts. ``temperature``, ``top_p``, ``top_k`` and ``min_p`` count
+    unless ``do_sample`` is false, since transformers then ignores them. Lengths are the request's
+    business and never taken.
+
+    Raises:
+        CheckpointError: a value is out of its range.
+    """
+    path = folder / "generation_config.json"
+    generation = read_optional_json(path)
+    keys: tuple[str, ...] = ("repetition_penalty",)
+    if generation.get("do_sample") is not False:
+        keys += _SAMPLING_KEYS
+    defaults = {key: generation[key] for key in keys if generation.get(key) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return defaults
+
+
+def _tokenizer_eos(folder: Path) -> tuple[int, ...]:
+    """The id of tokenizer_config.json's ``eos_token``, which is given as text."""
+    config = read_optional_json(folder / "tokenizer_config.json")
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return ()
+    token_id = _id_in_decoder(config, text)
+    if token_id is None:
+        token_id = _id_in_tokenizer(read_optional_json(folder / "tokenizer.json"), text)
+    return () if token_id is None else (token_id,)
+
+
+def _id_in_decoder(config: Mapping[str, Any], text: str) -> int | None:
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        for token_id, token in decoder.items():
+            if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal():
+                return int(token_id)
+    return None
+
+
+def _id_in_tokenizer(tokenizer: Mapping[str, Any], text: str) -> int | None:
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and token.get("content") == text:
+            return _as_id(token.get("id"))
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    return _as_id(vocab.get(text)) if isinstance(vocab, dict) else None
+
+
+def _as_id(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

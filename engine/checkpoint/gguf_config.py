@@ -1,0 +1,152 @@
+"""GGUF metadata, read into a :class:`ModelSpec`.
+
+Owns the metadata keys and tensor names of the ``llama`` architecture, which Mistral files use too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .fields import Fields
+from .gguf_file import QUANTIZED_TYPES, GGUFFile
+from .hf_config import DEFAULT_ROPE_THETA, check_spec
+from .spec import ModelSpec, RopeSpec
+
+GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+ROPE_FACTORS = "rope_freqs.weight"
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def read_gguf_spec(file: GGUFFile) -> ModelSpec:
+    """The spec that the file's metadata describes.
+
+    Raises:
+        CheckpointError: the architecture or a feature is not supported, or a value is missing or
+            senseless.
+    """
+    architecture = _architecture(file)
+    fields = _arch_fields(file)
+    _refuse_features(file, fields)
+    num_q_heads = fields.size("attention.head_count")
+    hidden_size = fields.size("embedding_length")
+    head_dim = fields.size("attention.key_length", hidden_size // num_q_heads or None)
+    if fields.size("attention.value_length", head_dim) != head_dim:
+        fields.refuse("attention.value_length", fields.get("attention.value_length"), str(head_dim))
+    spec = ModelSpec(
+        architecture=architecture,
+        vocab_size=_vocab_size(file, fields),
+        hidden_size=hidden_size,
+        num_layers=fields.size("block_count"),
+        num_q_heads=num_q_heads,
+        num_kv_heads=fields.size("attention.head_count_kv", num_q_heads),
+        head_dim=head_dim,
+        intermediate_size=fields.size("feed_forward_length"),
+        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, fields, head_dim),
+        max_position_embeddings=fields.size("context_length"),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        hidden_act="silu",
+        sliding_window=_sliding_window(fields),
+        **_storage(file),
+    )
+    check_spec(spec, str(file.path))
+    return spec
+
+
+def _architecture(file: GGUFFile) -> str:
+    name = Fields(file.metadata, str(file.path)).text("general.architecture")
+    if name not in GGUF_ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: architecture {name} is not supported; octavo reads GGUF files of "
+            f"{', '.join(GGUF_ARCHITECTURES)}."
+        )
+    return GGUF_ARCHITECTURES[name]
+
+
+def _arch_fields(file: GGUFFile) -> Fields:
+    """The keys of the architecture without its name; equal numbers per layer become one."""
+    prefix = file.metadata["general.architecture"] + "."
+    values = {
+        key.removeprefix(prefix): _one_number(value)
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    return Fields(values, f"{file.path} ({prefix}*)")
+
+
+def _one_number(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+        return value[0].item()
+    return value
+
+
+def _refuse_features(file: GGUFFile, fields: Fields) -> None:
+    if fields.get("expert_count"):
+        raise CheckpointError(f"{file.path}: mixtures of experts are not supported.")
+    if Fields(file.metadata, str(file.path)).get("split.count") not in (None, 0, 1):
+        raise CheckpointError(f"{file.path} is one part of a split GGUF; octavo reads one file.")
+
+
+def _vocab_size(file: GGUFFile, fields: Fields) -> int:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    return fields.size("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
+
+
+def _sliding_window(fields: Fields) -> int | None:
+    key = "attention.sliding_window"
+    return fields.size(key) if fields.get(key) else None
+
+
+def _rope(file: GGUFFile, fields: Fields, head_dim: int) -> RopeSpec:
+    rotary_dim = fields.size("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        fields.refuse("rope.dimension_count", rotary_dim, f"the head's size {head_dim}")
+    theta = fields.number("rope.freq_base", DEFAULT_ROPE_THETA)
+    return RopeSpec(theta, rotary_dim, _scaling(file, fields, rotary_dim))
+
+
+def _scaling(file: GGUFFile, fields: Fields, rotary_dim: int) -> Mapping[str, Any] | None:
+    kind = fields.text("rope.scaling.type", "linear" if fields.get("rope.scale_linear") else "none")
+    if kind not in ("none", "linear"):
+        raise CheckpointError(
+            f"{file.path}: rope scaling {kind} is not supported; octavo knows none and linear."
+        )
+    if ROPE_FACTORS in file.tensors:
+        if kind == "linear":
+            raise CheckpointError(f"{file.path}: {ROPE_FACTORS} beside linear rope scaling.")
+        return {"rope_type": "factors", "factors": _rope_factors(file, rotary_dim)}
+    if kind == "none":
+        return None
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _rope_factors(file: GGUFFile, rotary_dim: int) -> tuple[float, ...]:
+    """One divisor per frequency: how GGUF files store the scaling of Llama 3.1 and later."""
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.type != "F32" or tensor.shape != (rotary_dim // 2,):
+        raise CheckpointError(
+            f"{file.path}: tensor {ROPE_FACTORS} must be F32 of shape {[rotary_dim // 2]}, "
+            f"got {tensor.type} of shape {list(tensor.shape)}."
+        )
+    factors = file.read(ROPE_FACTORS).view("<f4")
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointError(f"{file.path}: {ROPE_FACTORS} holds divisors that are not positive.")
+    return tuple(factors.tolist())
+
+
+def _storage(file: GGUFFile) -> dict[str, Any]:
+    """``dtype``, ``is_quantized`` and ``quantization``, from the types of the matrices."""
+    types = Counter(t.type for t in file.tensors.values() if len(t.shape) > 1)
+    quantized = [name for name, _ in types.most_common() if name in QUANTIZED_TYPES]
+    if quantized:
+        return {"dtype": "bfloat16", "is_quantized": True, "quantization": quantized[0]}
+    commonest = types.most_common(1)[0][0] if types else "F32"
+    return {"dtype": _DTYPES[commonest], "is_quantized": False, "quantization": None}

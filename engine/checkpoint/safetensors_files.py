@@ -1,0 +1,78 @@
+"""The safetensors files of a Hugging Face folder: which file holds which tensor.
+
+Every file's header is checked against its length. Files that run code when read (``.bin``, ``.pt``)
+are never opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+from .fields import read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """Map every tensor name to its file.
+
+    Raises:
+        CheckpointError: there are no safetensors, a shard is missing, damaged or short, or the index
+            and the shards disagree.
+    """
+    if (folder / INDEX).is_file():
+        return _find_in_shards(folder)
+    path = folder / SINGLE
+    if not path.is_file():
+        raise CheckpointError(_why_none(folder))
+    return dict.fromkeys(tensor_names(path), path)
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names of the tensors in one file.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or short.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
+
+
+def _find_in_shards(folder: Path) -> dict[str, Path]:
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map.")
+    shards = {name: _shard(folder, name) for name in sorted(set(map(str, weight_map.values())))}
+    found = {tensor: path for path in shards.values() for tensor in tensor_names(path)}
+    for tensor, name in weight_map.items():
+        if found.get(tensor) != shards[str(name)]:
+            raise CheckpointError(
+                f"{shards[str(name)]} lacks tensor {tensor}, which {index} names."
+            )
+    return found
+
+
+def _shard(folder: Path, name: str) -> Path:
+    path = folder / name
+    if Path(name).name != name or not path.is_file():
+        raise CheckpointError(f"{folder / INDEX} names the file {name}, which is not beside it.")
+    return path
+
+
+def _why_none(folder: Path) -> str:
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _PICKLES:
+            return (
+                f"{folder} holds its weights as {path.name}, which can run code when read; "
+                f"octavo reads safetensors and GGUF only."
+            )
+    return f"{folder} has no weights: neither {SINGLE} nor {INDEX}."

@@ -1,0 +1,21 @@
+"""A sequence's view of KV memory: contiguous token positions over blocks that lie anywhere."""
+
+from __future__ import annotations
+
+
+class SequenceBlocks:
+    """The block tables of one sequence, one per KV group.
+
+    Position ``p`` of the sequence lies in slot ``table[p // block_size] * block_size + p % block_size``.
+    """
+
+    __slots__ = ("first_changed_block", "num_slots", "num_tokens", "tables")
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self.num_slots = 0
+        """Slots that the tables cover, the same for each group."""
+        self.num_tokens = 0
+        """Slots that hold computed keys and values: positions 0 to num_tokens - 1."""
+        self.first_changed_block = 0
+        """Lowest table index that changed since the executor last saw the tables."""

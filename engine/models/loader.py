@@ -1,0 +1,59 @@
+"""From a checkpoint on disk to a model whose weights are packed for one op set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...kernels.ops import Ops
+from ..checkpoint.checkpoint import Checkpoint
+from .model import Model
+from .registry import family_of
+from .weights import Weights, WeightSource, check_tensors
+from .weights_gguf import GGUFWeights
+from .weights_safetensors import SafetensorsWeights
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    ops: Ops,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, float], None] | None = None,
+) -> Model:
+    """Read, convert and pack every weight, one after the other.
+
+    Args:
+        dtype: of weights and activations.
+        progress: called with ``"loading"`` and the share of tensors read, 0 to 1.
+
+    Raises:
+        CheckpointError: the architecture is not supported; a tensor is missing, unexpected or of
+            another shape or type; a file is damaged.
+    """
+    family = family_of(checkpoint.spec.architecture)
+    expected = family.tensor_shapes(checkpoint.spec)
+
+    def on_read(num_read: int) -> None:
+        if progress is not None:
+            progress("loading", min(1.0, num_read / len(expected)))
+
+    source = open_weights(checkpoint)
+    try:
+        check_tensors(source, expected, lambda name: family.is_ignored(checkpoint.spec, name))
+        return family.build(checkpoint.spec, Weights(source, dtype, device, on_read), ops)
+    finally:
+        source.close()
+
+
+def open_weights(checkpoint: Checkpoint) -> WeightSource:
+    """The tensors of a checkpoint, of either kind.
+
+    Raises:
+        CheckpointError: a file is damaged or holds a type that octavo does not read.
+    """
+    if checkpoint.gguf is not None:
+        return GGUFWeights(checkpoint.gguf, checkpoint.spec)
+    return SafetensorsWeights(checkpoint.path, checkpoint.tensor_files)

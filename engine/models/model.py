@@ -1,0 +1,46 @@
+"""What every model offers to the runner. A model takes everything as arguments and keeps only weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache
+from ..checkpoint.spec import ModelSpec
+
+
+class Model(Protocol):
+    """A decoder-only language model over paged keys and values."""
+
+    spec: ModelSpec
+    num_parameters: int
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def kv_cache_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
+        """The KV cache of one layer; all layers are alike."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[LayerKVCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Compute a flat batch and store its keys and values.
+
+        Args:
+            token_ids: ``[num_tokens]`` int64.
+            positions: ``[num_tokens]`` int64, index of each token in its sequence.
+            kv_caches: one per layer.
+            metadata: the rows of the batch.
+
+        Returns:
+            ``[num_tokens, hidden_size]`` after the final norm, in the weights' dtype.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``hidden [num_rows, hidden_size]`` → ``[num_rows, vocab_size]`` float32."""

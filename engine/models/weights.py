@@ -1,0 +1,108 @@
+"""Where a model gets its tensors from, and the check that they are all there.
+
+Tensors go by transformers' names ("model.layers.0.self_attn.q_proj.weight"); a source translates to
+its file's own. One tensor is in memory at a time beyond what the model keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+MAX_NAMED = 5  # tensors listed in one message
+
+
+class WeightSource(Protocol):
+    """The tensors of one opened checkpoint."""
+
+    path: Path
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor, by the file's own names."""
+
+    def own_name(self, name: str) -> str:
+        """The file's name of the tensor that transformers calls ``name``."""
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Read one tensor into memory of its own, in transformers' layout, on the CPU."""
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+class Weights:
+    """Hands a model its tensors in the wanted type and place.
+
+    Args:
+        on_read: called after each tensor with the number of tensors read so far.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_read: Callable[[int], None] | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.path = source.path
+        self._source = source
+        self._on_read = on_read
+        self._num_read = 0
+
+    def __contains__(self, name: str) -> bool:
+        return self._source.own_name(name) in self._source.shapes
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        tensor = self._source.load(name, self.dtype).to(self.device)
+        self._num_read += 1
+        if self._on_read is not None:
+            self._on_read(self._num_read)
+        return tensor
+
+    def read_rows(self, names: Iterable[str]) -> Tensor:
+        """Several tensors, one below the other: several linear layers as one."""
+        parts = [self.read(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def check_tensors(
+    source: WeightSource,
+    expected: Mapping[str, tuple[int, ...]],
+    is_ignored: Callable[[str], bool],
+) -> None:
+    """Compare what the files hold with what the model needs, before anything is read.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of another shape; the message names them.
+    """
+    own = {source.own_name(name): shape for name, shape in expected.items()}
+    missing = [name for name in own if name not in source.shapes]
+    if missing:
+        raise CheckpointError(f"{source.path} lacks {_listed(missing)}.")
+    unexpected = [name for name in source.shapes if name not in own and not is_ignored(name)]
+    if unexpected:
+        raise CheckpointError(
+            f"{source.path} holds {_listed(sorted(unexpected))}, which the model has no place for."
+        )
+    for name, shape in own.items():
+        if source.shapes[name] != shape:
+            raise CheckpointError(
+                f"{source.path}: tensor {name} has shape {list(source.shapes[name])}, "
+                f"the model needs {list(shape)}."
+            )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"the tensor{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -1,0 +1,61 @@
+"""Weights of a Hugging Face folder, one or more safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsWeights:
+    """Implements :class:`~.weights.WeightSource` over mapped files.
+
+    Args:
+        path: the folder, for messages.
+        tensor_files: which file holds which tensor; checked by :mod:`...checkpoint`.
+
+    Raises:
+        CheckpointError: a file cannot be mapped, or a tensor does not hold floating-point numbers.
+    """
+
+    def __init__(self, path: Path, tensor_files: Mapping[str, Path]) -> None:
+        self.path = path
+        self._files = tensor_files
+        self._open: dict[Path, Any] = {}
+        self.shapes = {name: self._shape(name) for name in tensor_files}
+
+    def own_name(self, name: str) -> str:
+        return name
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor: Tensor = self._handle(name).get_tensor(name)
+        return tensor.to(dtype, copy=True)
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def _handle(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
+        return self._open[path]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        part = self._handle(name).get_slice(name)
+        if part.get_dtype() not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{self._files[name]}: tensor {name} has type {part.get_dtype()}; octavo reads "
+                f"{', '.join(FLOAT_TYPES)}."
+            )
+        return tuple(part.get_shape())

@@ -1,0 +1,114 @@
+"""A request and its sequences, as the scheduler sees them: token ids, progress, reasons to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..api import FinishReason, ResumedSequence, SamplingParams
+from ..memory.block_table import SequenceBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A checked request on its way to the scheduler. Everything that may vary is resolved.
+
+    ``sampling.max_tokens`` is a number that fits, ``seed`` is drawn, ``prompt_token_ids`` are in range.
+    """
+
+    request_id: str
+    prompt_token_ids: AbstractSequence[int]
+    sampling: SamplingParams
+    seed: int
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str | None = None
+    resume: tuple[ResumedSequence, ...] = ()
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. A preempted one waits again, keeping its tokens."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One token stream of a request."""
+
+    __slots__ = (
+        "blocks",
+        "index",
+        "is_known",
+        "max_num_tokens",
+        "min_num_tokens",
+        "num_computed_tokens",
+        "num_counted_prompt_tokens",
+        "num_prompt_tokens",
+        "request",
+        "seq_id",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self, seq_id: int, request: Request, index: int, token_ids: list[int], max_num_tokens: int
+    ) -> None:
+        sampling = request.new.sampling
+        self.seq_id = seq_id
+        self.request = request
+        self.index = index
+        self.token_ids = token_ids  # prompt and output
+        self.num_prompt_tokens = len(request.new.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_counted_prompt_tokens = 0
+        self.max_num_tokens = max_num_tokens
+        self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens
+        self.stop_token_ids = request.stop_token_ids
+        self.status = SequenceStatus.WAITING
+        self.blocks: SequenceBlocks | None = None
+        self.is_known = False  # to the executor
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def seed(self) -> int:
+        return self.request.new.seed + self.index
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ends with its last token; ``None`` if it goes on."""
+        num_tokens = len(self.token_ids)
+        if num_tokens > self.min_num_tokens and self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self.max_num_tokens else None
+
+
+class Request:
+    """One API call: a prompt and the sequences that continue it."""
+
+    __slots__ = (
+        "new",
+        "num_preemptions",
+        "request_id",
+        "scheduled_time",
+        "sequences",
+        "stop_token_ids",
+    )
+
+    def __init__(self, new: NewRequest, eos_token_ids: frozenset[int]) -> None:
+        self.new = new
+        self.request_id = new.request_id
+        own = frozenset(new.sampling.stop_token_ids)
+        self.stop_token_ids = own if new.sampling.ignore_eos else own | eos_token_ids
+        self.sequences: list[Sequence] = []
+        self.num_preemptions = 0
+        self.scheduled_time: float | None = None
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.status is not SequenceStatus.FINISHED]

@@ -1,0 +1,217 @@
+"""The door: from a caller's request to one that the scheduler can serve, or a clear refusal.
+
+Renders chats, tokenises, checks every limit and resolves what was left open (maximal length, seed), so
+that nothing wrong reaches a step. Must not know sockets or processes.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from typing import NamedTuple
+
+from ..api import (
+    ChatPrompt,
+    EngineInfo,
+    GenerationRequest,
+    SamplingParams,
+    TextPrompt,
+)
+from ..errors import InvalidRequestError, NotSupportedError
+from ..memory.kv_cache_manager import num_blocks_needed
+from ..scheduling.request import NewRequest
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+
+
+class Admitted(NamedTuple):
+    """A request that passed the door."""
+
+    new: NewRequest
+    prompt: str | None  # the text, as given or rendered; None for token ids
+    stop_strings_by_id: dict[int, str]  # stop strings that are one special token each
+
+
+class Admission:
+    """Checks and translates requests. Thread-safe but for the order in which seeds are drawn.
+
+    Args:
+        seed: of the generator that gives requests without a seed theirs; ``None``: the system's entropy.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        seed: int | None = None,
+    ) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._random = random.Random(seed) if seed is not None else secrets.SystemRandom()
+
+    def admit(self, request: GenerationRequest) -> Admitted:
+        """Check one request.
+
+        Raises:
+            InvalidRequestError: it cannot be served; names the parameter and the numbers.
+        """
+        sampling = request.sampling
+        refuse_unsupported(request)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("logit_bias", tuple(sampling.logit_bias or ()))
+        text, prompt_token_ids = self._prompt(request)
+        max_tokens = self._max_tokens(len(prompt_token_ids), sampling)
+        by_id = self._special_stops(sampling)
+        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
+        resolved = sampling.with_changes(
+            max_tokens=max_tokens,
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *by_id))),
+        )
+        new = NewRequest(
+            request.request_id,
+            prompt_token_ids,
+            resolved,
+            seed,
+            request.arrival_time,
+            request.priority,
+            request.cache_salt,
+            request.resume,
+        )
+        return Admitted(new, text, by_id)
+
+    # --- prompt ----------------------------------------------------------------------------------
+
+    def _prompt(self, request: GenerationRequest) -> tuple[str | None, list[int]]:
+        prompt = request.prompt
+        if isinstance(prompt, ChatPrompt):
+            if self._chat_template is None:
+                raise InvalidRequestError(
+                    "This model has no chat template. Use /v1/completions, or start the server with "
+                    "--chat-template FILE.",
+                    param="messages",
+                )
+            text = self._chat_template.render(prompt)
+            return text, self._tokenise(text, False, "messages")
+        if isinstance(prompt, TextPrompt):
+            return prompt.text, self._tokenise(prompt.text, prompt.add_special_tokens, "prompt")
+        token_ids = list(prompt.token_ids)
+        if not token_ids:
+            raise InvalidRequestError("The prompt is empty.", param="prompt")
+        self._check_length(len(token_ids), "prompt")
+        self._check_ids("prompt", token_ids)
+        return None, token_ids
+
+    def _tokenise(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        limit = self._info.max_model_len
+        max_chars = limit * self._tokenizer.max_token_chars
+        if len(text) > max_chars:
+            raise InvalidRequestError(
+                f"The prompt has {len(text)} characters; {limit} tokens, the model's maximum context "
+                f"length, cannot hold more than {max_chars}.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        token_ids = self._tokenizer.encode(text, add_special_tokens)
+        if not token_ids:
+            raise InvalidRequestError("The prompt is empty.", param=param)
+        self._check_length(len(token_ids), param)
+        return token_ids
+
+    def _check_length(self, num_prompt_tokens: int, param: str) -> None:
+        limit = self._info.max_model_len
+        if num_prompt_tokens >= limit:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {limit} tokens, and the prompt has "
+                f"{num_prompt_tokens}, which leaves no room for output. Shorten the prompt.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _check_ids(self, param: str, token_ids: list[int] | tuple[int, ...]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._info.vocab_size or not self._tokenizer.is_valid_id(
+                token_id
+            ):
+                raise InvalidRequestError(
+                    f"{param} holds token id {token_id}, which is not in the vocabulary "
+                    f"(0 to {self._info.vocab_size - 1}).",
+                    param=param,
+                )
+
+    # --- lengths ---------------------------------------------------------------------------------
+
+    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+        """``max_tokens`` as a number: absent, all that fits; past the window, clamped to it."""
+        asked, limit = sampling.max_tokens, self._info.max_model_len
+        if asked is not None and asked < 1:
+            raise InvalidRequestError(
+                f"max_tokens must be at least 1, got {asked}.", param="max_tokens"
+            )
+        if asked is not None and asked > limit:
+            raise InvalidRequestError(
+                f"max_tokens={asked} is more than the model's maximum context length of {limit} tokens "
+                f"(the prompt has {num_prompt_tokens}).",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        room = limit - num_prompt_tokens
+        max_tokens = room if asked is None else min(asked, room)
+        if asked is None:
+            max_tokens = max(1, min(max_tokens, self._fitting_tokens(num_prompt_tokens, sampling)))
+        self._check_pool(num_prompt_tokens, max_tokens, sampling.num_sequences)
+        return max_tokens
+
+    def _fitting_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+        """Output tokens for which ``num_blocks_needed`` is at most the pool."""
+        block_size, n = self._info.block_size, sampling.num_sequences
+        shared = num_prompt_tokens // block_size
+        own = (self._info.num_blocks - shared) // n
+        return (shared + own) * block_size - num_prompt_tokens
+
+    def _check_pool(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
+        needed = num_blocks_needed(num_prompt_tokens, max_tokens, n, self._info.block_size)
+        if needed > self._info.num_blocks:
+            raise InvalidRequestError(
+                f"A prompt of {num_prompt_tokens} tokens and {n} x {max_tokens} output tokens need "
+                f"{needed} KV blocks of {self._info.block_size} tokens; there are "
+                f"{self._info.num_blocks}.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _special_stops(self, sampling: SamplingParams) -> dict[int, str]:
+        """Stop strings that are the text of one special token, which never shows in the text."""
+        special = self._tokenizer.special_token_ids
+        found: dict[int, str] = {}
+        for text in sampling.stop:
+            token_id = self._tokenizer.token_id(text)
+            if token_id is not None and token_id in special:
+                found[token_id] = text
+        return found
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    """Refuse, by name, parameters that the engine knows and does not serve.
+
+    Raises:
+        NotSupportedError: one is set to something other than its neutral value.
+    """
+    sampling = request.sampling
+    asked = {
+        "n": sampling.n > 1,
+        "best_of": (sampling.best_of or 1) > 1,
+        "use_beam_search": sampling.use_beam_search,
+        "logprobs": sampling.logprobs is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "bad_words": bool(sampling.bad_words),
+        "priority": request.priority != 0,
+        "cache_salt": request.cache_salt is not None,
+        "resume": bool(request.resume),
+    }
+    for param, is_asked in asked.items():
+        if is_asked:
+            raise NotSupportedError(f"{param} is not supported by this server.", param=param)

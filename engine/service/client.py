@@ -1,0 +1,368 @@
+"""The front end's side of the engine: starts its process, admits requests, turns tokens into text.
+
+Implements :class:`octavo.engine.api.Engine` for one event loop. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from ..api import (
+    ChatPrompt,
+    Engine,
+    EngineInfo,
+    GenerationRequest,
+    LoadProgress,
+    RequestOutput,
+    TextPrompt,
+)
+from ..checkpoint.checkpoint import Checkpoint
+from ..config import EngineConfig
+from ..errors import ConfigError, EngineDeadError, EngineNotReadyError, InvalidRequestError
+from ..stats import EngineStats, StatsSink
+from ..text.chat_template import ChatTemplate, load_chat_template
+from ..text.tokenizer import Tokenizer, load_tokenizer
+from .admission import Admission, Admitted
+from .frames import (
+    Abort,
+    Add,
+    Failed,
+    Hello,
+    Loading,
+    Shutdown,
+    Snapshot,
+    Step,
+    ToEngine,
+    decode_from_engine,
+    encode,
+    to_wire,
+)
+from .output import RequestState, merge
+from .process import Launch, pack_launch
+
+logger = logging.getLogger(__name__)
+
+THREAD_CHARS = 4096
+"""Prompts longer than this are tokenised off the event loop."""
+EXIT_TIMEOUT_S = 2.0
+
+
+class EngineStream:
+    """The outputs of one request. See :class:`octavo.engine.api.RequestStream`."""
+
+    def __init__(self, client: EngineClient, state: RequestState) -> None:
+        self._client = client
+        self.state = state
+        self._pending: RequestOutput | None = None
+        self._is_ended = False
+        self._error: Exception | None = None
+        self._wakeup = asyncio.Event()
+
+    @property
+    def request_id(self) -> str:
+        return self.state.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.state.prompt_token_ids
+
+    def __aiter__(self) -> EngineStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            if self._is_ended:
+                raise StopAsyncIteration
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        output, self._pending = self._pending, None
+        self._is_ended = output.finished
+        return output
+
+    def abort(self) -> None:
+        """See :meth:`octavo.engine.api.RequestStream.abort`."""
+        self._client.abort(self.request_id)
+
+    def put(self, output: RequestOutput) -> None:
+        if self._pending is None:
+            self._pending = output
+        else:
+            merge(self._pending, output)
+        self._wakeup.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._wakeup.set()
+
+
+class EngineClient(Engine):
+    """A running engine process and what the front end keeps for it.
+
+    Args:
+        config: for the engine; its tokenizer and template are also read here.
+        checkpoint: the model's files.
+        command: starts the engine process.
+        log_level: of the engine process.
+    """
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, command: list[str], log_level: str
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
+        endpoint = f"ipc://{self._folder}/engine-0.sock"
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(endpoint)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        launch = pack_launch(Launch(config, endpoint, 0, log_level))
+        if self._process.stdin is None:
+            raise ConfigError("the engine process has no standard input")
+        self._process.stdin.write(launch)
+        self._process.stdin.flush()
+
+        self._progress = LoadProgress("starting", 0.0)
+        self._info: EngineInfo | None = None
+        self._stats: EngineStats | None = None
+        self._sink: StatsSink | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._chat_template: ChatTemplate | None = None
+        self._admission: Admission | None = None
+        self._streams: dict[str, EngineStream] = {}
+        self._death: str | None = None
+        self._dead: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        self._text_task: asyncio.Task[None] | None = None
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """See :meth:`octavo.engine.api.Engine.start`."""
+        self._loop = asyncio.get_running_loop()
+        self._dead = asyncio.Event()
+        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.call_soon(self._drain)
+        threading.Thread(target=self._watch_process, name="watch-engine", daemon=True).start()
+        self._text_task = asyncio.create_task(self._load_text())
+
+    def _watch_process(self) -> None:
+        status = self._process.wait()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_exit, status)
+
+    def _on_exit(self, status: int) -> None:
+        if self._is_closing:
+            return
+        self._drain()
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        self._die(f"The engine process ended {how}.")
+
+    async def _load_text(self) -> None:
+        """Read tokenizer and chat template while the engine loads the weights."""
+        try:
+            self._tokenizer = await asyncio.to_thread(
+                load_tokenizer, self._checkpoint, self._config.model.tokenizer
+            )
+            self._chat_template = load_chat_template(
+                self._checkpoint, self._tokenizer, self._config.model.chat_template
+            )
+        except ConfigError as error:
+            self._die(str(error))
+        self._open_door()
+
+    def _open_door(self) -> None:
+        if self._info is not None and self._tokenizer is not None:
+            self._admission = Admission(
+                self._info, self._tokenizer, self._chat_template, self._config.model.seed
+            )
+            self._progress = LoadProgress("ready", 1.0)
+
+    def _die(self, reason: str) -> None:
+        """The engine is gone: everyone who waits is told, once."""
+        if self._death is not None or self._is_closing:
+            return
+        self._death = reason
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream.fail(EngineDeadError(reason))
+        if self._dead is not None:
+            self._dead.set()
+
+    async def wait_dead(self) -> None:
+        """See :meth:`octavo.engine.api.Engine.wait_dead`."""
+        if self._dead is None:
+            raise EngineNotReadyError("The engine client has not been started.")
+        await self._dead.wait()
+
+    async def close(self) -> None:
+        """See :meth:`octavo.engine.api.Engine.close`."""
+        for request_id in list(self._streams):
+            self.abort(request_id)
+        self._is_closing = True
+        if self._process.poll() is None:
+            self._send(Shutdown())
+        try:
+            await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        if self._text_task is not None:
+            self._text_task.cancel()
+        self._release()
+
+    def _release(self) -> None:
+        if self._loop is not None and not self._socket.closed:
+            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """See :attr:`octavo.engine.api.Engine.info`."""
+        if self._info is None:
+            raise EngineNotReadyError("The engine is still loading.")
+        return self._info
+
+    @property
+    def progress(self) -> LoadProgress:
+        return self._progress
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def check_alive(self) -> None:
+        """See :meth:`octavo.engine.api.Engine.check_alive`."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def check_ready(self) -> None:
+        """See :meth:`octavo.engine.api.Engine.check_ready`."""
+        self._door()
+
+    def _door(self) -> Admission:
+        self.check_alive()
+        if self._is_closing:
+            raise EngineNotReadyError("The server is shutting down.")
+        if self._admission is None:
+            raise EngineNotReadyError("The model is still loading.")
+        return self._admission
+
+    def stats(self) -> EngineStats | None:
+        return self._stats
+
+    def set_stats_sink(self, sink: StatsSink) -> None:
+        self._sink = sink
+
+    # --- requests --------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> list[EngineStream]:
+        """See :meth:`octavo.engine.api.Engine.submit`."""
+        admission = self._door()
+        admitted = [await self._admit(admission, request) for request in requests]
+        tokenizer = self._tokenizer
+        self._door()
+        if tokenizer is None:
+            raise EngineNotReadyError("The model is still loading.")
+        request_ids = [one.new.request_id for one in admitted]
+        if len(set(request_ids) | self._streams.keys()) < len(request_ids) + len(self._streams):
+            raise InvalidRequestError("A request with this id is running.", param="request_id")
+        streams = [EngineStream(self, RequestState(one, tokenizer)) for one in admitted]
+        self._streams.update(zip(request_ids, streams, strict=True))
+        self._send(Add(tuple(to_wire(one.new) for one in admitted)))
+        return streams
+
+    async def _admit(self, admission: Admission, request: GenerationRequest) -> Admitted:
+        prompt = request.prompt
+        if isinstance(prompt, TextPrompt) and len(prompt.text) <= THREAD_CHARS:
+            return admission.admit(request)
+        if isinstance(prompt, (TextPrompt, ChatPrompt)):
+            return await asyncio.to_thread(admission.admit, request)
+        return admission.admit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Unknown ids have finished and are passed over."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return
+        stream.put(stream.state.abort())
+        self._record_finished(stream.state)
+        self._send(Abort((request_id,)))
+
+    # --- frames ----------------------------------------------------------------------------------
+
+    def _send(self, frame: ToEngine) -> None:
+        """Hand a frame to the socket; never waits, since its queue has no bound of its own."""
+        if self._death is None and not self._socket.closed:
+            self._socket.send(encode(frame), zmq.DONTWAIT)
+            if self._loop is not None:
+                self._loop.call_soon(self._drain)  # a send may swallow the readable edge
+
+    def _drain(self) -> None:
+        while not self._socket.closed:
+            try:
+                data = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
+        frame = decode_from_engine(data)
+        if isinstance(frame, Step):
+            self._stats = frame.stats
+            if self._sink is not None:
+                self._sink.record_step(frame.stats, frame.num_step_tokens)
+            self._deliver(frame)
+        elif isinstance(frame, Snapshot):
+            self._stats = frame.stats
+            if self._sink is not None:
+                self._sink.record_stats(frame.stats)
+        elif isinstance(frame, Loading):
+            self._progress = LoadProgress(frame.stage, min(frame.fraction, 0.99))
+        elif isinstance(frame, Hello):
+            self._info = frame.info
+            self._open_door()
+        elif isinstance(frame, Failed):
+            self._die(frame.message)
+
+    def _deliver(self, step: Step) -> None:
+        now = time.monotonic()
+        stopped: list[str] = []
+        for update in step.updates:
+            stream = self._streams.get(update.request_id)
+            if stream is None:
+                continue
+            output, is_stopped_here = stream.state.apply(update, now, self._sink)
+            if is_stopped_here:
+                stopped.append(update.request_id)
+            if output.finished:
+                del self._streams[update.request_id]
+                self._record_finished(stream.state)
+            stream.put(output)
+        if stopped:
+            self._send(Abort(tuple(stopped)))
+
+    def _record_finished(self, state: RequestState) -> None:
+        if self._sink is not None:
+            self._sink.record_finished(state.record(time.monotonic()))

@@ -1,0 +1,203 @@
+"""From the engine's tokens to a caller's text: detokenising, stop strings, times, finish reasons.
+
+One :class:`RequestState` per live request, in the front end or in the offline ``LLM``.
+"""
+
+from __future__ import annotations
+
+from ..api import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from ..scheduling.scheduler import SequenceUpdate
+from ..stats import RequestRecord, StatsSink
+from ..text.detokenizer import Detokenizer
+from ..text.stop import StopMatcher
+from ..text.tokenizer import Tokenizer
+from .admission import Admitted
+
+
+class _SequenceState:
+    """Text of one sequence, as far as it may be shown."""
+
+    __slots__ = ("detokenizer", "finish_reason", "matcher", "num_tokens")
+
+    def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
+        sampling = admitted.new.sampling
+        self.detokenizer = (
+            Detokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+            if sampling.detokenize
+            else None
+        )
+        self.matcher = (
+            StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+            if sampling.stop
+            else None
+        )
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def text_of(self, token_ids: tuple[int, ...], is_last: bool) -> tuple[str, str | None]:
+        """Text that ``token_ids`` make final, and the stop string that it ends with, if any."""
+        if self.detokenizer is None:
+            return "", None
+        text = self.detokenizer.push(token_ids)
+        if is_last:
+            text += self.detokenizer.finish()
+        if self.matcher is None:
+            return text, None
+        text, matched = self.matcher.push(text)
+        if is_last and matched is None:
+            text += self.matcher.flush()
+        return text, matched
+
+
+class RequestState:
+    """A live request on the caller's side."""
+
+    def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
+        self.admitted = admitted
+        self.metrics = RequestMetrics(arrival_time=admitted.new.arrival_time)
+        self.prompt_token_ids = list(admitted.new.prompt_token_ids)
+        self._tokenizer = tokenizer
+        num_sequences = admitted.new.sampling.num_sequences
+        self._sequences = [_SequenceState(admitted, tokenizer) for _ in range(num_sequences)]
+
+    @property
+    def request_id(self) -> str:
+        return self.admitted.new.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        return all(s.finish_reason is not None for s in self._sequences)
+
+    def apply(
+        self, update: SequenceUpdate, now: float, sink: StatsSink | None = None
+    ) -> tuple[RequestOutput, bool]:
+        """Take in what one step gave one sequence.
+
+        Returns:
+            The delta, and whether a stop string ended a sequence that the engine goes on with.
+        """
+        sequence = self._sequences[update.child_index]
+        self._note_times(update, now, sink)
+        sequence.num_tokens += len(update.token_ids)
+        reason, stop_reason = update.finish_reason, None
+        shown = update.token_ids
+        if reason is FinishReason.STOP:
+            stop_reason = self._stop_reason(update)
+            if not self.admitted.new.sampling.include_stop_str_in_output:
+                shown = shown[:-1]
+        text, matched = sequence.text_of(shown, reason is not None)
+        is_stopped_here = matched is not None and reason is None
+        if matched is not None:
+            reason, stop_reason = FinishReason.STOP, matched
+        sequence.finish_reason = reason
+        output = CompletionOutput(
+            update.child_index,
+            text,
+            list(update.token_ids),
+            logprobs=self._logprobs(update),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+        return self._output([output], update.error), is_stopped_here
+
+    def abort(self) -> RequestOutput:
+        """End every unfinished sequence; text held back is given out."""
+        outputs = []
+        for index, sequence in enumerate(self._sequences):
+            if sequence.finish_reason is None:
+                text, _ = sequence.text_of((), True)
+                sequence.finish_reason = FinishReason.ABORT
+                outputs.append(CompletionOutput(index, text, [], finish_reason=FinishReason.ABORT))
+        return self._output(outputs, None)
+
+    def record(self, now: float) -> RequestRecord:
+        """The finished request, for histograms."""
+        new, metrics = self.admitted.new, self.metrics
+        scheduled, first, last = (
+            metrics.scheduled_time,
+            metrics.first_token_time,
+            metrics.last_token_time,
+        )
+        reasons = [s.finish_reason for s in self._sequences if s.finish_reason is not None]
+        counts = [s.num_tokens for s in self._sequences]
+        return RequestRecord(
+            finish_reason=reasons[0] if reasons else FinishReason.ABORT,
+            num_prompt_tokens=len(new.prompt_token_ids),
+            num_generation_tokens=sum(counts),
+            max_num_generation_tokens=max(counts),
+            num_cached_tokens=0,
+            n=new.sampling.n,
+            max_tokens=new.sampling.max_tokens,
+            num_preemptions=metrics.num_preemptions,
+            e2e_s=now - metrics.arrival_time,
+            queue_s=_between(metrics.arrival_time, scheduled),
+            prefill_s=_between(scheduled, first),
+            decode_s=_between(first, last),
+            inference_s=_between(scheduled, last),
+        )
+
+    def _note_times(self, update: SequenceUpdate, now: float, sink: StatsSink | None) -> None:
+        metrics = self.metrics
+        if update.scheduled_time is not None and metrics.scheduled_time is None:
+            metrics.scheduled_time = update.scheduled_time
+        metrics.num_preemptions = max(metrics.num_preemptions, update.num_preemptions)
+        if not update.token_ids:
+            return
+        if metrics.first_token_time is None or metrics.last_token_time is None:
+            metrics.first_token_time = now
+            if sink is not None:
+                sink.record_first_token(now - metrics.arrival_time)
+        elif sink is not None:
+            sink.record_inter_token(now - metrics.last_token_time)
+        metrics.last_token_time = now
+
+    def _stop_reason(self, update: SequenceUpdate) -> int | str | None:
+        stop_id = update.stop_token_id
+        return None if stop_id is None else self.admitted.stop_strings_by_id.get(stop_id, stop_id)
+
+    def _logprobs(self, update: SequenceUpdate) -> list[dict[int, Logprob]] | None:
+        if update.logprobs is None:
+            return None
+        entries = []
+        for token_id, sample in zip(update.token_ids, update.logprobs, strict=True):
+            entry = {token_id: self._logprob(token_id, sample.logprob, sample.rank)}
+            for rank, (other_id, logprob) in enumerate(sample.top, start=1):
+                entry.setdefault(other_id, self._logprob(other_id, logprob, rank))
+            entries.append(entry)
+        return entries
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, self._tokenizer.token_text(token_id))
+
+    def _output(self, outputs: list[CompletionOutput], error: str | None) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            self.admitted.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.is_finished,
+            metrics=self.metrics,
+            error=error,
+        )
+
+
+def merge(into: RequestOutput, new: RequestOutput) -> None:
+    """Append a delta to an earlier one that nobody has taken yet."""
+    by_index = {output.index: output for output in into.outputs}
+    for output in new.outputs:
+        earlier = by_index.get(output.index)
+        if earlier is None:
+            into.outputs.append(output)
+            continue
+        earlier.text += output.text
+        earlier.token_ids += output.token_ids
+        if output.logprobs:
+            earlier.logprobs = (earlier.logprobs or []) + output.logprobs
+        earlier.finish_reason = output.finish_reason
+        earlier.stop_reason = output.stop_reason
+    into.finished = new.finished
+    into.error = new.error or into.error
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin

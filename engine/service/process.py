@@ -1,0 +1,157 @@
+"""The engine process: its start, its loop, its end.
+
+The front end starts it with a pipe as standard input: first comes the configuration, then nothing until
+the front end dies or closes it, upon which this process ends at once. Requests and results travel over
+a local socket (see ``frames``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import struct
+import threading
+from collections.abc import Callable
+
+import msgspec
+import setproctitle
+import zmq
+
+from ..api import EngineInfo
+from ..config import EngineConfig
+from ..errors import ConfigError
+from .core import EngineCore
+from .frames import (
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Hello,
+    Loading,
+    Shutdown,
+    Snapshot,
+    Step,
+    decode_to_engine,
+    encode,
+    from_wire,
+)
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+BuildCore = Callable[[EngineConfig, int, Progress], tuple[EngineCore, EngineInfo]]
+
+_LENGTH = struct.Struct("<I")
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What the front end writes to the engine's standard input."""
+
+    config: EngineConfig
+    endpoint: str
+    epoch: int
+    log_level: str
+
+
+def pack_launch(launch: Launch) -> bytes:
+    body = msgspec.msgpack.encode(launch)
+    return _LENGTH.pack(len(body)) + body
+
+
+def run(build_core: BuildCore) -> int:
+    """Serve until told to stop. The whole life of an engine process.
+
+    Returns:
+        The exit status: 0 after a shutdown, 1 after a failure.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group;
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front end decides when the engine ends
+    setproctitle.setproctitle("octavo-engine")
+    launch = _read_launch()
+    threading.Thread(target=_end_with_front_end, name="watch-front-end", daemon=True).start()
+    logging.basicConfig(
+        level=launch.log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s"
+    )
+    with zmq.Context() as context:
+        socket = context.socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.linger = 1000
+        socket.connect(launch.endpoint)
+        try:
+            return _serve(socket, launch, build_core)
+        finally:
+            socket.close()
+
+
+def _read_launch() -> Launch:
+    (size,) = _LENGTH.unpack(_read_exactly(_LENGTH.size))
+    return msgspec.msgpack.decode(_read_exactly(size), type=Launch)
+
+
+def _read_exactly(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(0, size - len(data))
+        if not part:
+            raise SystemExit("octavo-engine is started by octavo, not by hand")
+        data += part
+    return data
+
+
+def _end_with_front_end() -> None:
+    """Wait for the end of standard input: the front end is gone."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _serve(socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore) -> int:
+    def send(frame: FromEngine) -> None:
+        socket.send(encode(frame))
+
+    try:
+        core, info = build_core(
+            launch.config, launch.epoch, lambda stage, fraction: send(Loading(stage, fraction))
+        )
+        send(Hello(info))
+        _loop(socket, core, send)
+    except ConfigError as error:
+        send(Failed(str(error)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine ends")
+        send(Failed(f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def _loop(socket: zmq.Socket[bytes], core: EngineCore, send: Callable[[FromEngine], None]) -> None:
+    """Drain the inbox, compute a step, publish it; sleep on the socket while there is nothing to do."""
+    while True:
+        is_idle = not core.has_work
+        if is_idle:
+            send(Snapshot(core.stats()))
+            socket.poll()
+        while socket.poll(0):
+            if not _handle(core, socket.recv()):
+                return
+        if core.has_work:
+            output = core.step()
+            if output.num_step_tokens:
+                send(Step(*output))
+
+
+def _handle(core: EngineCore, data: bytes) -> bool:
+    """Take in one frame; ``False`` when it says to end. A damaged frame is dropped."""
+    try:
+        frame = decode_to_engine(data)
+    except msgspec.DecodeError as error:
+        logger.warning("dropped a frame that is not one: %s", error)
+        return True
+    if isinstance(frame, Add):
+        for request in frame.requests:
+            core.add(from_wire(request))
+    elif isinstance(frame, Abort):
+        core.abort(frame.request_ids)
+    return not isinstance(frame, Shutdown)

@@ -1,0 +1,37 @@
+"""Writes a step's keys and values to their slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Where the tokens of a step go. The same for keys, values and every layer."""
+
+    tokens: Tensor | None  # [num_stored] int64, indices of the tokens with a slot; None: all
+    slots: Tensor  # [num_stored] int64
+    started_blocks: Tensor | None  # [n] int64, blocks that a token begins: cleared first
+
+    def store(self, source: Tensor, target: Tensor) -> None:
+        """Write ``source [num_tokens, ...]`` into ``target [num_blocks, block_size, ...]``."""
+        if self.started_blocks is not None:
+            target.index_fill_(0, self.started_blocks, 0.0)
+        chosen = source if self.tokens is None else source.index_select(0, self.tokens)
+        flat = target.view(target.shape[0] * target.shape[1], -1)
+        flat.index_copy_(0, self.slots, chosen.reshape(len(self.slots), -1).to(target.dtype))
+
+
+def plan_store(slot_mapping: Tensor, block_size: int) -> StorePlan:
+    """Read ``slot_mapping [num_tokens] int64`` once for the whole step."""
+    is_stored = slot_mapping >= 0
+    tokens = None
+    slots = slot_mapping
+    if not bool(is_stored.all()):
+        tokens = is_stored.nonzero().squeeze(1)
+        slots = slot_mapping.index_select(0, tokens)
+    started = torch.div(slots[slots % block_size == 0], block_size, rounding_mode="floor")
+    return StorePlan(tokens, slots, started if len(started) else None)

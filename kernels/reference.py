@@ -1,0 +1,177 @@
+"""The oracle: every op in slow, obvious torch. Other op sets are tested against this one.
+
+Computes in float32 wherever rounding matters and rounds once, at the end. Uses the default KV layout
+``[num_blocks, block_size, num_kv_heads, head_dim]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .ops import AttentionMetadata, KVCacheSpec, LayerKVCache, SamplingTensors
+from .philox import philox_uniform
+
+
+class ReferenceLinear(NamedTuple):
+    """A linear layer as it came."""
+
+    weight: Tensor  # [out_features, in_features]
+    bias: Tensor | None  # [out_features]
+
+
+class ReferenceOps:
+    """Implements :class:`~.ops.Ops`; see there for every contract."""
+
+    name = "reference"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(weight, bias)
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        bias = None if packed.bias is None else packed.bias.float()
+        return functional.linear(x.float(), packed.weight.float(), bias).to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        return (functional.silu(gate) * up).to(x.dtype)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        return (functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
+        shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        return LayerKVCache(
+            torch.zeros(shape, dtype=spec.dtype, device=device),
+            torch.zeros(shape, dtype=spec.dtype, device=device),
+        )
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        block_size = cache.key.shape[1]
+        places = [divmod(slot, block_size) for slot in slot_mapping.tolist()]
+        for token, (block, offset) in enumerate(places):
+            if block < 0:
+                continue
+            if offset == 0:
+                cache.key[block] = 0
+                cache.value[block] = 0
+            cache.key[block, offset] = k[token].to(cache.key.dtype)
+            cache.value[block, offset] = v[token].to(cache.value.dtype)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        token = 0
+        lengths = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
+        for row, (query_len, seq_len) in enumerate(lengths):
+            keys = _gather(cache.key, metadata.block_tables[row], seq_len)
+            values = _gather(cache.value, metadata.block_tables[row], seq_len)
+            for position in range(seq_len - query_len, seq_len):
+                first = 0 if window is None else max(0, position - window + 1)
+                seen = slice(first, position + 1)
+                out[token] = _attend(q[token], keys[seen], values[seen], scale, soft_cap)
+                token += 1
+        return out
+
+    def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:
+        for cache in caches:
+            for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+                cache.key[target] = cache.key[source]
+                cache.value[target] = cache.value[source]
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        uniforms = philox_uniform(params.seed, params.position)
+        drawn = [
+            _sample_row(
+                logits[row],
+                float(params.temperature[row]),
+                int(params.top_k[row]),
+                float(params.top_p[row]),
+                float(params.min_p[row]),
+                float(uniforms[row]),
+            )
+            for row in range(logits.shape[0])
+        ]
+        return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``2 * cos.shape[-1]`` of each head of ``x [num_tokens, num_heads, head_dim]``."""
+    half = cos.shape[-1]
+    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
+def _gather(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
+    """The first ``seq_len`` tokens of one sequence, ``[seq_len, num_kv_heads, head_dim]`` float32."""
+    block_size = cache.shape[1]
+    positions = torch.arange(seq_len, device=cache.device)
+    blocks = block_table[positions // block_size].long()
+    return cache[blocks, positions % block_size].float()
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None
+) -> Tensor:
+    """One token's ``query [num_q_heads, head_dim]`` over what it sees → the same shape."""
+    group = query.shape[0] // keys.shape[1]
+    keys = keys.repeat_interleave(group, dim=1)  # [num_seen, num_q_heads, head_dim]
+    values = values.repeat_interleave(group, dim=1)
+    scores = torch.einsum("hd,shd->hs", query.float(), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("hs,shd->hd", weights, values).to(query.dtype)
+
+
+def _sample_row(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
+    """Draw from one row, ``logits [vocab_size]``. Sorting is stable: ties go to the lower id."""
+    if temperature == 0.0:
+        return int(torch.nonzero(logits == logits.max())[0])
+    weights = torch.exp((logits - logits.max()) / temperature).double()
+    order = torch.sort(logits, descending=True, stable=True).indices
+    kept = torch.ones_like(order, dtype=torch.bool)  # in the order of ``order``
+    if top_k > 0:
+        kept[top_k:] = False
+    ranked = weights[order] * kept
+    if top_p < 1.0:
+        mass_before = ranked.cumsum(0) - ranked
+        kept &= mass_before < top_p * ranked.sum()
+    kept &= ranked >= min_p * ranked[0]
+    weights[order[~kept]] = 0.0
+    cumulative = weights.cumsum(0)
+    above = cumulative > uniform * cumulative[-1]
+    return int(above.nonzero()[0])

@@ -1,0 +1,149 @@
+"""Every op in vectorised torch: the set for CPUs, correct on any device that torch knows.
+
+Uses the default KV layout ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import torch_linear, torch_sampling
+from .attention_plan import AttentionGroup, plan_attention
+from .kv_store import StorePlan, plan_store
+from .ops import AttentionMetadata, KVCacheSpec, LayerKVCache, SamplingTensors
+from .torch_attention import attend_group
+
+Value = TypeVar("Value")
+
+
+class StepMemo(Generic[Value]):
+    """What every layer of a step derives alike from the step's tensors, computed by the first.
+
+    Keyed by the identity of the arguments, which are kept alive until the next step's come. Whoever
+    changes such a tensor in place must pass it as another object.
+    """
+
+    def __init__(self) -> None:
+        self._owners: tuple[object, ...] = ()
+        self._values: dict[object, Value] = {}
+
+    def get(self, owners: tuple[object, ...], key: object, compute: Callable[[], Value]) -> Value:
+        """The value for ``key`` under ``owners``, compared by identity."""
+        same = len(owners) == len(self._owners) and all(
+            a is b for a, b in zip(owners, self._owners, strict=True)
+        )
+        if not same:
+            self._owners, self._values = owners, {}
+        if key not in self._values:
+            self._values[key] = compute()
+        return self._values[key]
+
+
+class TorchOps:
+    """Implements :class:`~.ops.Ops`; see there for every contract."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._attention_plans: StepMemo[list[AttentionGroup]] = StepMemo()
+        self._store_plans: StepMemo[StorePlan] = StepMemo()
+        self._angles: StepMemo[tuple[Tensor, Tensor]] = StepMemo()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return torch_linear.pack_linear(weight, bias)
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        return torch_linear.linear(x, packed)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = self._angles.get(
+            (positions, cos_sin), None, lambda: _full_angles(cos_sin, positions)
+        )
+        num_q_heads, rotary_dim = q.shape[1], cos.shape[-1]
+        heads = torch.cat((q, k), dim=1)
+        wide = heads[..., :rotary_dim].float()
+        rotated = torch.addcmul(wide * cos, wide.roll(rotary_dim // 2, dims=-1), sin)
+        if rotary_dim == heads.shape[-1]:
+            heads = rotated.to(q.dtype)
+        else:
+            heads[..., :rotary_dim] = rotated
+        return heads[:, :num_q_heads], heads[:, num_q_heads:]
+
+    def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
+        shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        return LayerKVCache(
+            torch.zeros(shape, dtype=spec.dtype, device=device),
+            torch.zeros(shape, dtype=spec.dtype, device=device),
+        )
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        block_size = cache.key.shape[1]
+        plan = self._store_plans.get(
+            (slot_mapping,), block_size, lambda: plan_store(slot_mapping, block_size)
+        )
+        plan.store(k, cache.key)
+        plan.store(v, cache.value)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        block_size = cache.key.shape[1]
+        groups = self._attention_plans.get(
+            (metadata,), (block_size, window), lambda: plan_attention(metadata, block_size, window)
+        )
+        q = q.contiguous()
+        if len(groups) == 1 and isinstance(groups[0].tokens, slice):
+            return attend_group(q, cache, groups[0], scale, soft_cap)
+        out = torch.empty_like(q)
+        for group in groups:
+            out[group.tokens] = attend_group(q[group.tokens], cache, group, scale, soft_cap)
+        return out
+
+    def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:
+        for cache in caches:
+            for tensor in cache:
+                flat = tensor.view(tensor.shape[0], -1)
+                flat.index_copy_(0, dst, flat.index_select(0, src))
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        return torch_sampling.sample(logits, params)
+
+
+def _full_angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines for whole heads, ``[num_tokens, 1, rotary_dim]`` float32.
+
+    With ``roll(x, rotary_dim / 2)``, the rotation is ``x * cos + roll(x) * sin``.
+    """
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -1,0 +1,160 @@
+"""Request fields by what becomes of them: used, without effect, refused or unknown.
+
+Clients of this API send many fields. Those that octavo uses are in ``schemas``. Here are the others
+that are known:
+
+* **without effect** here, and harmless: accepted in silence;
+* **not supported**: they would change the answer, so a request that sets one to anything but its
+  neutral value is refused by name. A neutral value (null always is one) asks for nothing.
+
+A field that nobody knows is accepted, so that clients may be ahead of the server. Each such name is
+logged once in a process life, at most :data:`UnknownFields.MAX_NAMES` names in all; its value never.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..engine.errors import NotSupportedError
+
+logger = logging.getLogger(__name__)
+
+NO_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "include_reasoning",
+        "session_id",
+        "request_id",
+    }
+)
+
+_OFF: tuple[Any, ...] = (False,)
+_EMPTY: tuple[Any, ...] = ([], {}, "")
+_NULL: tuple[Any, ...] = ()
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    # several answers
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": _OFF,
+    "length_penalty": (1, 1.0),
+    "early_stopping": _OFF,
+    # log-probabilities
+    "logprobs": _OFF,
+    "top_logprobs": (0,),
+    "prompt_logprobs": _NULL,
+    "logprob_token_ids": _EMPTY,
+    "echo": _OFF,
+    # tools and constraints
+    "tools": _EMPTY,
+    "tool_choice": ("none", "auto"),
+    "functions": _EMPTY,
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": _EMPTY,
+    "guided_json": _NULL,
+    "guided_regex": _NULL,
+    "guided_choice": _NULL,
+    "guided_grammar": _NULL,
+    "guided_decoding_backend": _NULL,
+    "guided_whitespace_pattern": _NULL,
+    "bad_words": _EMPTY,
+    "allowed_token_ids": _NULL,
+    "thinking_token_budget": _NULL,
+    "repetition_detection": _NULL,
+    "watermarking": (False, {}),
+    # prompts
+    "prompt_embeds": _NULL,
+    "suffix": _EMPTY,
+    "truncate_prompt_tokens": _NULL,
+    "truncation_side": _NULL,
+    "chat_template": _NULL,
+    "documents": _EMPTY,
+    "mm_processor_kwargs": _EMPTY,
+    "media_io_kwargs": _EMPTY,
+    "cache_salt": _NULL,
+    "priority": (0,),
+    "kv_transfer_params": _EMPTY,
+    "ec_transfer_params": _EMPTY,
+    "vllm_xargs": _EMPTY,
+    # answers
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "return_token_offsets": _OFF,
+    "return_prompt_text": _OFF,
+    "return_weight_versions": _OFF,
+    "routed_experts_prompt_start": _NULL,
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "modalities": (["text"],),
+    "audio": _NULL,
+    "prediction": _NULL,
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": _NULL,
+}
+
+_HINTS = {
+    "n": "more than one choice is not offered yet, n must be 1",
+    "best_of": "more than one choice is not offered yet, best_of must be 1",
+    "prompt_embeds": "send text or token ids as prompt",
+    "chat_template": "templates come from the operator only",
+    "response_format": "only the type 'text' is offered",
+    "early_stopping": "beam search is not offered yet",
+    "length_penalty": "beam search is not offered yet",
+    "echo": "send the prompt with the answer yourself",
+}
+
+
+def check_supported(
+    body: Mapping[str, Any], extra: Mapping[str, tuple[Any, ...]] | None = None
+) -> None:
+    """Refuse fields that are known and not offered.
+
+    Args:
+        body: The decoded request.
+        extra: Further fields with their neutral values, for one route.
+
+    Raises:
+        NotSupportedError: naming the first such field.
+    """
+    refused = {**NOT_SUPPORTED, **(extra or {})}
+    for name, value in body.items():
+        if name in refused and not _is_neutral(value, refused[name]):
+            hint = _HINTS.get(name)
+            reason = f": {hint}" if hint else " yet"
+            raise NotSupportedError(f"{name} is not supported{reason}.", param=name)
+
+
+def _is_neutral(value: Any, neutral: Collection[Any]) -> bool:
+    """Whether ``value`` asks for nothing. Types count: true is not 1."""
+    return value is None or any(type(value) is type(one) and value == one for one in neutral)
+
+
+class UnknownFields:
+    """Logs names of fields that nobody knows, once each."""
+
+    MAX_NAMES = 64
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def notice(self, names: Collection[str], used: Collection[str]) -> None:
+        """Warn of those ``names`` that are in no list and were not warned of before."""
+        for name in names:
+            if name in used or name in NO_EFFECT or name in NOT_SUPPORTED:
+                continue
+            short = name[:64]
+            if short in self._seen or len(self._seen) >= self.MAX_NAMES:
+                continue
+            self._seen.add(short)
+            logger.warning("Requests carry a field that octavo does not know: %r. Ignored.", short)

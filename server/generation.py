@@ -1,0 +1,172 @@
+"""Runs an admitted request: from the engine's outputs to an answer, whole or streamed.
+
+Shared by every route that generates. A request with several prompts is several engine requests,
+admitted together; a choice's index is its prompt's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..engine.api import (
+    CompletionOutput,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    RequestOutput,
+    RequestStream,
+    SamplingParams,
+)
+from ..engine.errors import EngineDeadError
+from .context import Context
+from .errors import GenerationFailedError, describe, json_response
+from .streaming import EventStream, until_disconnect
+from .wire import DONE, Choice, Usage, Wire, error_event
+
+MAX_REQUEST_ID_CHARS = 64
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def request_id(request: Request) -> str:
+    """The client's ``X-Request-Id``, cut down to harmless characters, else a random one."""
+    given = _NOT_IN_IDS.sub("", request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_CHARS])
+    return given or uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a route has understood of a request."""
+
+    name: str  # of the request, in answers and headers
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    is_streamed: bool
+    includes_usage: bool
+    arrival_time: float
+
+
+async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Response:
+    """Admit ``job`` and answer it.
+
+    Raises:
+        RequestError, EngineNotReadyError, EngineDeadError: nothing was sent yet.
+        ClientDisconnect: the client went away; the engine's requests are aborted.
+    """
+    streams = await context.engine.submit(_engine_requests(job))
+    headers = {"X-Request-Id": job.name}
+    if job.is_streamed:
+        events = _events(streams, wire, includes_usage=job.includes_usage)
+        return EventStream(events, lambda: _abort(streams), headers)
+    try:
+        content = await until_disconnect(request.receive, _collect(streams, wire))
+    finally:
+        _abort(streams)
+    return json_response(content, headers=headers)
+
+
+def _engine_requests(job: Job) -> list[GenerationRequest]:
+    """One per prompt. Ids are unique even if two clients chose the same."""
+    unique = f"{job.name}-{uuid.uuid4().hex[:8]}"
+    return [
+        GenerationRequest(f"{unique}-{i}", prompt, job.sampling, job.arrival_time)
+        for i, prompt in enumerate(job.prompts)
+    ]
+
+
+def _abort(streams: Sequence[RequestStream]) -> None:
+    for stream in streams:
+        stream.abort()
+
+
+async def _events(
+    streams: Sequence[RequestStream], wire: Wire, *, includes_usage: bool
+) -> AsyncIterator[bytes]:
+    """The events of a stream, ``[DONE]`` included. A failure is an event of its own."""
+    usage = _prompt_usage(streams)
+    opening = b"".join(wire.opening(i) for i in range(len(streams)))
+    if opening:
+        yield opening
+    try:
+        async for index, output in _merged(streams):
+            _add(usage, output)
+            chunks = b"".join(_chunk(wire, index, one, output.error) for one in output.outputs)
+            if chunks:
+                yield chunks
+        if includes_usage:
+            yield wire.usage(usage)
+    except (EngineDeadError, GenerationFailedError) as error:
+        yield error_event(describe(error).body())
+    yield DONE
+
+
+def _chunk(wire: Wire, index: int, output: CompletionOutput, error: str | None) -> bytes:
+    _check_failure(output, error)
+    if output.finish_reason is not None:
+        return wire.closing(index, output.text, output.finish_reason, output.stop_reason)
+    return wire.delta(index, output.text) if output.text else b""
+
+
+async def _collect(streams: Sequence[RequestStream], wire: Wire) -> dict[str, object]:
+    """The whole answer."""
+    usage = _prompt_usage(streams)
+    choices = [Choice() for _ in streams]
+    async for index, output in _merged(streams):
+        _add(usage, output)
+        for one in output.outputs:
+            _check_failure(one, output.error)
+            choices[index].text.append(one.text)
+            choices[index].finish_reason = one.finish_reason
+            choices[index].stop_reason = one.stop_reason
+    return wire.whole(choices, usage)
+
+
+def _check_failure(output: CompletionOutput, error: str | None) -> None:
+    if output.finish_reason is FinishReason.ERROR:
+        raise GenerationFailedError(error or "The generation failed.")
+
+
+def _prompt_usage(streams: Sequence[RequestStream]) -> Usage:
+    return Usage(prompt_tokens=sum(len(stream.prompt_token_ids) for stream in streams))
+
+
+def _add(usage: Usage, output: RequestOutput) -> None:
+    usage.completion_tokens += sum(len(one.token_ids) for one in output.outputs)
+    if output.finished:
+        usage.cached_tokens += output.num_cached_tokens
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Outputs of all streams as they come, each with its stream's index."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, output = waiting.pop(task), task.result()
+                if output is not None:
+                    waiting[asyncio.ensure_future(_next(streams[index]))] = index
+                    yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def _next(stream: RequestStream) -> RequestOutput | None:
+    return await anext(stream, None)
+
+
+def now() -> float:
+    """The time of arrival, as the engine counts it."""
+    return time.monotonic()

@@ -1,0 +1,79 @@
+"""From request fields to ``SamplingParams``.
+
+A field that is absent or null takes the model's own default (``generation_config.json``) if there is
+one, else OpenAI's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..engine.api import SamplingParams
+from ..engine.errors import InvalidRequestError
+from .schemas import GenerationFields
+
+_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+
+def sampling_params(
+    body: GenerationFields, defaults: Mapping[str, Any], *, max_tokens: int | None
+) -> SamplingParams:
+    """Translate ``body``.
+
+    Args:
+        body: The checked request.
+        defaults: The model's own, by field name.
+        max_tokens: The route's default; ``None`` is the rest of the window.
+
+    Raises:
+        InvalidRequestError: a value is out of range; ``param`` names it.
+    """
+    values = {name: defaults[name] for name in _FIELDS if defaults.get(name) is not None}
+    values |= {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    limit = _max_tokens(body)
+    return SamplingParams(
+        max_tokens=defaults.get("max_tokens", max_tokens) if limit is None else limit,
+        logit_bias=_logit_bias(body.logit_bias),
+        **values,
+    )
+
+
+def _max_tokens(body: GenerationFields) -> int | None:
+    """What the client asks for. 0 would only make sense with an echoed prompt."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value: int | None = getattr(body, name)
+        if value is not None:
+            if value < 1:
+                raise InvalidRequestError(f"{name} must be at least 1, got {value}.", param=name)
+            return value
+    return None
+
+
+def _logit_bias(bias: Mapping[str, Any] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    for key in bias:
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequestError(
+                f"logit_bias keys must be token ids in plain decimals, got {key[:32]!r}.",
+                param="logit_bias",
+            )
+    return {int(key): value for key, value in bias.items()}

@@ -1,0 +1,117 @@
+"""What clients send: the fields that octavo uses, with strict types.
+
+Nothing is coerced: true is not 1 and "1" is not 1. Null means "not given" for every field. Ranges are
+checked by ``SamplingParams``, which is the one place that knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from ..engine.errors import InvalidRequestError
+from .errors import describe_validation
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Schema = TypeVar("Schema", bound="Wire")
+
+
+class Wire(BaseModel):
+    """Base of every request schema."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    list[str],
+    BeforeValidator(_as_list),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        mode="validation",
+    ),
+]
+
+
+class StreamOptions(Wire):
+    """``stream_options`` of a streamed request."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class GenerationFields(Wire):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = None
+    max_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = Field(None, description="Beats max_tokens.")
+    min_tokens: Int64 | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: list[Int64] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, Any] | None = Field(
+        None, description="Token id, as a plain decimal, to a number in [-100, 100]."
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationFields):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: Annotated[
+        Any, Field(description="A string, token ids, or a list of strings or of lists of token ids.")
+    ] = None
+    add_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(GenerationFields):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def parse(schema: type[Schema], body: Mapping[str, Any]) -> Schema:
+    """Check ``body`` against ``schema``.
+
+    Raises:
+        InvalidRequestError: the first field that is wrong or missing, named.
+    """
+    try:
+        parsed = schema.model_validate(body)
+    except ValidationError as error:
+        failure = describe_validation(error.errors(include_url=False, include_context=False))
+        raise InvalidRequestError(failure.message, param=failure.param) from None
+    if isinstance(parsed, GenerationFields) and parsed.stream_options and not parsed.stream:
+        raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
+    return parsed
+
+
+def body_schema(schema: type[Wire]) -> dict[str, Any]:
+    """The OpenAPI description of a route whose body is ``schema``."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}

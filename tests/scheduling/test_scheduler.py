@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.engine.api import FinishReason, ResumedSequence, SamplingParams
+from octavo.engine.memory.kv_cache_manager import num_blocks_needed
+from octavo.engine.scheduling.request import NewRequest
+from octavo.engine.scheduling.scheduler import SchedulingError
+
+Expected = Callable[[Sequence[int], int], list[int]]
+
+
+def test_one_request_runs_to_its_length(bench: Any, expected: Expected) -> None:
+    b = bench()
+    b.add("a", [1, 2, 3], max_tokens=5)
+    b.drain()
+    assert b.outputs["a"] == expected([1, 2, 3], 5)
+    assert b.finished["a"].finish_reason is FinishReason.LENGTH
+    assert b.memory.pool.num_used_blocks == 0
+
+
+def test_long_prompt_is_computed_in_chunks_beside_running_rows(
+    bench: Any, expected: Expected
+) -> None:
+    b = bench(budget=8)
+    b.add("short", [1, 2], max_tokens=10)
+    b.step()
+    b.add("long", list(range(30)), max_tokens=2)
+    updates = [b.step()[0] for _ in range(4)]
+    assert all([u.request_id for u in step] == ["short"] for step in updates)
+    b.drain()
+    assert b.outputs == {
+        "short": expected([1, 2], 10),
+        "long": expected(list(range(30)), 2),
+    }
+    chunks = [row.num_tokens for plan in b.plans for row in plan.rows if row.seq_id == 1]
+    assert chunks[:5] == [7, 7, 7, 7, 2]
+
+
+def test_blocks_grow_one_at_a_time(bench: Any) -> None:
+    b = bench(block_size=4)
+    b.add("a", [1, 2, 3], max_tokens=10)
+    used = []
+    while b.scheduler.has_work:
+        b.step()
+        used.append(b.memory.pool.num_used_blocks)
+    assert used[:6] == [1, 1, 2, 2, 2, 2]
+    assert used[-1] == 0
+
+
+def test_finished_blocks_are_reused_at_once(bench: Any) -> None:
+    b = bench(block_size=4)
+    b.add("a", [1, 2, 3, 4, 5], max_tokens=1)
+    b.step()
+    first = b.plans[0].rows[0].block_tables[0]
+    assert b.memory.pool.num_used_blocks == 0
+    b.add("b", [7, 8, 9, 9, 9], max_tokens=2)
+    b.step()
+    assert set(b.executor.tables[1]) == set(first)
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.1])
+def test_preemption_recomputes_and_loses_nothing(
+    bench: Any, expected: Expected, watermark: float
+) -> None:
+    b = bench(num_blocks=10, block_size=4, budget=32, watermark=watermark)
+    prompts = {f"r{i}": [i + 1] * (3 + i) for i in range(5)}
+    for request_id, prompt in prompts.items():
+        b.add(request_id, prompt, max_tokens=20)
+    b.drain()
+    assert b.scheduler.counters.num_preemptions > 0
+    assert b.outputs == {r: expected(p, 20) for r, p in prompts.items()}
+    assert max(u.num_preemptions for u in b.finished.values()) > 0
+    assert b.scheduler.counters.num_prompt_tokens == sum(map(len, prompts.values()))
+
+
+def test_last_admitted_is_preempted_first_and_comes_back_first(bench: Any) -> None:
+    b = bench(num_blocks=4, block_size=4, budget=32)
+    b.add("first", [1] * 7, max_tokens=8)
+    b.add("second", [2] * 7, max_tokens=8)
+    b.step()
+    b.add("third", [3], max_tokens=1)
+    b.drain()
+    assert b.finished["first"].num_preemptions == 0
+    assert b.finished["second"].num_preemptions > 0
+    admitted = [new.seq_id for plan in b.plans for new in plan.new_rows]
+    assert admitted == [0, 1, 1, 2]
+
+
+def test_head_of_the_queue_is_not_overtaken(bench: Any) -> None:
+    b = bench(num_blocks=8, block_size=4, budget=64)
+    b.add("running", [1] * 15, max_tokens=9)
+    b.step()
+    b.add("big", [2] * 28, max_tokens=2)
+    for i in range(20):
+        b.add(f"small{i}", [3], max_tokens=1)
+    b.drain()
+    admitted = [new.seq_id for plan in b.plans for new in plan.new_rows]
+    assert admitted[:3] == [0, 1, 2]
+
+
+def test_admission_counts_what_running_prompts_are_owed(bench: Any) -> None:
+    b = bench(num_blocks=10, block_size=4, budget=8)
+    b.add("a", [1] * 32, max_tokens=1)
+    b.step()
+    assert b.memory.pool.num_used_blocks == 2
+    b.add("b", [2] * 12, max_tokens=1)
+    b.drain()
+    assert b.scheduler.counters.num_preemptions == 0
+    assert set(b.finished) == {"a", "b"}
+
+
+def test_end_id_stops_and_ignore_eos_does_not(bench: Any, expected: Expected) -> None:
+    first = expected([5, 6], 6)
+    b = bench(eos_token_ids=(first[2],))
+    b.add("stop", [5, 6], max_tokens=6)
+    b.add("on", [5, 6], max_tokens=6, ignore_eos=True)
+    b.drain()
+    assert b.outputs["stop"] == first[:3]
+    assert b.finished["stop"].finish_reason is FinishReason.STOP
+    assert b.finished["stop"].stop_token_id is None
+    assert b.outputs["on"] == first
+
+
+def test_own_stop_id_is_named_and_beats_ignore_eos(bench: Any, expected: Expected) -> None:
+    first = expected([5, 6], 6)
+    b = bench()
+    b.add("a", [5, 6], max_tokens=6, stop_token_ids=[first[1]], ignore_eos=True)
+    b.drain()
+    assert b.outputs["a"] == first[:2]
+    assert b.finished["a"].stop_token_id == first[1]
+
+
+def test_stop_ids_wait_for_min_tokens(bench: Any, expected: Expected) -> None:
+    first = expected([5, 6], 6)
+    b = bench()
+    b.add("a", [5, 6], max_tokens=6, stop_token_ids=[first[1]], min_tokens=2)
+    b.drain()
+    assert len(b.outputs["a"]) > 2
+
+
+def test_sequence_ends_at_the_window(bench: Any) -> None:
+    b = bench(max_model_len=10)
+    b.add("a", [1] * 8, max_tokens=50)
+    b.drain()
+    assert len(b.outputs["a"]) == 2
+    assert b.finished["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_nonfinite_row_ends_alone(bench: Any, expected: Expected) -> None:
+    b = bench()
+    b.add("bad", [1, 2], max_tokens=4)
+    b.add("good", [3, 4], max_tokens=4)
+    b.executor.bad_seq_ids.add(0)
+    b.drain()
+    assert b.finished["bad"].finish_reason is FinishReason.ERROR
+    assert b.finished["bad"].error == "logits are not finite"
+    assert b.outputs["good"] == expected([3, 4], 4)
+    assert b.scheduler.counters.num_nonfinite_rows == 1
+    assert b.scheduler.counters.num_generation_tokens == 4
+
+
+def test_abort_frees_blocks_at_once_in_every_state(bench: Any) -> None:
+    b = bench(max_num_seqs=1)
+    b.add("running", [1] * 9, max_tokens=50)
+    b.add("waiting", [2] * 9, max_tokens=50)
+    b.step()
+    assert b.scheduler.abort("waiting")
+    assert b.scheduler.abort("running")
+    assert b.memory.pool.num_used_blocks == 0
+    assert not b.scheduler.abort("running")
+    assert not b.scheduler.abort("never seen")
+    b.drain()
+    assert b.executor.rows == {}
+
+
+def test_resumed_request_goes_on_where_it_was(bench: Any, expected: Expected) -> None:
+    whole = expected([4, 4], 6)
+    b = bench()
+    b.scheduler.add(
+        NewRequest(
+            "a",
+            [4, 4],
+            SamplingParams(max_tokens=6),
+            seed=0,
+            arrival_time=0.0,
+            resume=(ResumedSequence(tuple(whole[:2])),),
+        )
+    )
+    b.drain()
+    assert b.outputs["a"] == whole[2:]
+
+
+def test_adding_a_live_id_twice_is_an_invariant_error(bench: Any) -> None:
+    b = bench()
+    b.add("a", [1])
+    with pytest.raises(SchedulingError, match="twice"):
+        b.add("a", [1])
+
+
+def test_counting_rule_of_steps_and_tokens(bench: Any) -> None:
+    b = bench()
+    steps = []
+    for i in range(10):
+        b.add(f"r{i}", [1] * 7, max_tokens=10)
+        while b.scheduler.has_work:
+            steps.append(b.step()[1])
+    steps = [n for n in steps if n]
+    assert len(steps) == 100
+    assert sum(steps) == 10 * (7 + 10)
+    assert b.scheduler.counters.num_steps == 100
+
+
+def test_waste_is_known_at_every_step(bench: Any) -> None:
+    b = bench(block_size=4)
+    b.add("a", [1] * 5, max_tokens=3)
+    b.step()
+    assert (b.memory.num_allocated_slots, b.memory.num_used_slots) == (8, 5)
+    b.drain()
+    counters = b.scheduler.counters
+    assert (counters.kv_slot_steps_allocated, counters.kv_slot_steps_used) == (8 * 3, 5 + 6 + 7)
+
+
+requests_strategy = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 95), min_size=1, max_size=40),  # prompt
+        st.integers(1, 30),  # max_tokens
+        st.integers(0, 12),  # arrives before this step
+        st.one_of(st.none(), st.integers(0, 25)),  # aborted before this step
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=requests_strategy,
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    spare_blocks=st.integers(0, 12),
+    budget=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 6),
+    watermark=st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
+    bench: Any,
+    expected: Expected,
+    requests: list[tuple[list[int], int, int, int | None]],
+    block_size: int,
+    spare_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    watermark: float,
+) -> None:
+    needed = max(num_blocks_needed(len(p), m, 1, block_size) for p, m, _, _ in requests)
+    b = bench(
+        num_blocks=needed + spare_blocks,
+        block_size=block_size,
+        budget=max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        watermark=watermark,
+    )
+    for step in range(4000):
+        for i, (prompt, max_tokens, arrival, _) in enumerate(requests):
+            if arrival == step:
+                b.add(str(i), prompt, max_tokens=max_tokens)
+        for i, (_, _, arrival, abort) in enumerate(requests):
+            if abort is not None and abort == step and arrival <= step:
+                b.scheduler.abort(str(i))
+        b.scheduler.check()
+        if b.scheduler.has_work:
+            b.step()
+        elif step > 12:
+            break
+    assert not b.scheduler.has_work
+    assert b.memory.pool.num_used_blocks == 0
+    assert b.executor.rows == {}
+    for i, (prompt, max_tokens, arrival, abort) in enumerate(requests):
+        whole = expected(prompt, max_tokens)
+        got = b.outputs.get(str(i), [])
+        assert got == whole[: len(got)]
+        if abort is None or abort < arrival:
+            assert got == whole
