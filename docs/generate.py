@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import Field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from prometheus_client import Metric
+
+from octavo.engine.api import Engine
 from octavo.engine.config import all_options, default_text, flag_of
+from octavo.server.metrics import Metrics
 
 HERE = Path(__file__).resolve().parent
 
-_HEAD = """\
+_CONFIGURATION_HEAD = """\
 <!-- Written by `make docs` from engine/config.py. -->
 
 # Configuration
@@ -34,7 +39,7 @@ without a final `b`: `--kv-cache-memory-bytes 2GiB`, `--max-model-len 4Ki`.
 
 def render_configuration() -> str:
     """The text of ``configuration.md``."""
-    parts = [_HEAD]
+    parts = [_CONFIGURATION_HEAD]
     for section, options in groupby(all_options(), key=lambda pair: pair[0]):
         rows = "".join(_row(option_field) for _, option_field in options)
         parts.append(
@@ -65,7 +70,63 @@ def _values(meta: Any) -> str:
     return text if least is None else f"{text}, at least {least:g}"
 
 
-PAGES = {"configuration.md": render_configuration}
+_METRICS_HEAD = """\
+<!-- Written by `make docs` from the registry of server/metrics.py. -->
+
+# Metrics
+
+`GET /metrics` is Prometheus' text format, rendered from memory; a scrape never asks the engine. Names with
+`vllm:` are the ones that dashboards, autoscalers and gateways of this ecosystem read, with their labels and
+buckets; names with `octavo:` exist here only. Both carry the labels `model_name` and `engine`, unless the
+table says otherwise.
+
+Counters never fall: the engine reports cumulative values of its life, and the server adds differences.
+A cached block that no sequence refers to counts as free. The usual `process_*` and `python_gc_*` metrics
+of the server's own process are there too.
+
+"""
+_GROUPS = (
+    ("Names shared with the ecosystem", ("vllm:",)),
+    ("octavo's own", ("octavo:",)),
+    ("HTTP", ("http_",)),
+)
+
+
+def render_metrics() -> str:
+    """The text of ``metrics.md``."""
+    parts, families = [_METRICS_HEAD], metric_families()
+    for title, prefixes in _GROUPS:
+        rows = "".join(_metric_row(f) for f in families if f.name.startswith(prefixes))
+        parts.append(
+            f"## {title}\n\n| Name | Type | Further labels | Meaning |\n|---|---|---|---|\n{rows}\n"
+        )
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def metric_families() -> list[Metric]:
+    """Every metric of a server whose engine is ready, by name."""
+    info = SimpleNamespace(max_model_len=8192, block_size=16, num_blocks=1024, dtype="float32")
+    engine = cast(Engine, SimpleNamespace(info=info))
+    metrics = Metrics(engine, "model")
+    metrics.render()  # makes those that wait for the engine
+    metrics.http.observe("/v1/completions", "POST", 200, 0.0)
+    return sorted(metrics.registry.collect(), key=lambda family: family.name)
+
+
+def _metric_row(family: Metric) -> str:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
+    if family.name.startswith(("vllm:", "octavo:")):
+        further = [label for label in labels if label not in ("model_name", "engine", "le")]
+        if "model_name" not in labels:
+            further.append("no `model_name`")
+    else:
+        further = [label for label in labels if label != "le"]
+    shown = ", ".join(label if "`" in label else f"`{label}`" for label in further)
+    return f"| `{name}` | {family.type} | {shown} | {family.documentation} |\n"
+
+
+PAGES = {"configuration.md": render_configuration, "metrics.md": render_metrics}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,12 +33,25 @@ class AttentionGroup:
     num_keys: int
     tokens: Tensor | slice  # flat indices of the group's query tokens, row after row
     blocks: Tensor  # [num_rows * num_blocks] int64, what to gather; a row's own blocks only
-    bias: Tensor | None  # [num_rows, 1, query_len, num_keys] float32, 0 or -inf; None: all seen
+    bias: Tensor | None  # [num_rows, 1, query_len, num_keys] 0 or -inf; None: all seen
     is_causal: bool  # every row is a whole prompt: plain causal masking is right, bias is None
 
 
+class _Batch(NamedTuple):
+    """What every group is built from. Arrays are ``[num_rows]``."""
+
+    metadata: AttentionMetadata
+    block_size: int
+    window: int | None
+    dtype: torch.dtype
+    query_lens: NDArray[np.int64]
+    seq_lens: NDArray[np.int64]
+    starts: NDArray[np.int64]  # flat index of the first query token
+    first_block: NDArray[np.int64]  # first block that any query sees
+
+
 def plan_attention(
-    metadata: AttentionMetadata, block_size: int, window: int | None
+    metadata: AttentionMetadata, block_size: int, window: int | None, dtype: torch.dtype
 ) -> list[AttentionGroup]:
     """Group the rows of a batch.
 
@@ -46,6 +60,7 @@ def plan_attention(
         block_size: tokens in a block.
         window: a query sees itself and the ``window - 1`` tokens before it; blocks before the
             first one that any query of a row sees are not gathered.
+        dtype: of the queries, and so of the bias.
     """
     query_lens = np.asarray(metadata.query_lens_host, dtype=np.int64)
     seq_lens = np.asarray(metadata.seq_lens_host, dtype=np.int64)
@@ -55,10 +70,8 @@ def plan_attention(
         first_seen = np.maximum(seq_lens - query_lens - window + 1, 0)
     first_block = first_seen // block_size
     num_keys = seq_lens - first_block * block_size
-    return [
-        _build_group(rows, metadata, block_size, window, query_lens, seq_lens, starts, first_block)
-        for rows in _group_rows(query_lens, num_keys)
-    ]
+    batch = _Batch(metadata, block_size, window, dtype, query_lens, seq_lens, starts, first_block)
+    return [_build_group(rows, batch) for rows in _group_rows(query_lens, num_keys)]
 
 
 def _group_rows(
@@ -97,55 +110,47 @@ def _split_evenly(rows: NDArray[np.int64], num_keys: int) -> Iterator[NDArray[np
         yield np.sort(rows[begin : begin + size])
 
 
-def _build_group(
-    rows: NDArray[np.int64],
-    metadata: AttentionMetadata,
-    block_size: int,
-    window: int | None,
-    query_lens: NDArray[np.int64],
-    seq_lens: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    first_block: NDArray[np.int64],
-) -> AttentionGroup:
-    query_len = int(query_lens[rows[0]])
-    seq_len, first = seq_lens[rows], first_block[rows]
-    num_keys = int((seq_len - first * block_size).max())
-    is_uniform = bool((seq_len - first * block_size == num_keys).all())
-    is_causal = query_len > 1 and is_uniform and query_len == num_keys and window is None
+def _build_group(rows: NDArray[np.int64], batch: _Batch) -> AttentionGroup:
+    query_len = int(batch.query_lens[rows[0]])
+    seq_lens, first_key = batch.seq_lens[rows], batch.first_block[rows] * batch.block_size
+    num_keys = int((seq_lens - first_key).max())
+    is_uniform = bool((seq_lens - first_key == num_keys).all())
+    is_whole = query_len == num_keys and batch.window is None
+    sees_all = query_len == 1 and (batch.window is None or num_keys <= batch.window)
     bias = None
-    if not is_causal and not (query_len == 1 and is_uniform and _sees_all(num_keys, window)):
-        bias = _bias(seq_len, first * block_size, query_len, num_keys, window)
-    device = metadata.block_tables.device
+    if not (is_uniform and (is_whole or sees_all)):
+        bias = _bias(seq_lens, first_key, query_len, num_keys, batch)
     return AttentionGroup(
         num_rows=len(rows),
         query_len=query_len,
         num_keys=num_keys,
-        tokens=_tokens(starts[rows], query_len, device),
-        blocks=_blocks(rows, seq_len, first, num_keys, block_size, metadata.block_tables),
-        bias=None if bias is None else torch.from_numpy(bias).to(device),
-        is_causal=is_causal,
+        tokens=_tokens(batch.starts[rows], query_len, batch.metadata.block_tables.device),
+        blocks=_blocks(rows, seq_lens, num_keys, batch),
+        bias=bias,
+        is_causal=query_len > 1 and bias is None,
     )
 
 
-def _sees_all(num_keys: int, window: int | None) -> bool:
-    return window is None or num_keys <= window
-
-
 def _bias(
-    seq_len: NDArray[np.int64],
+    seq_lens: NDArray[np.int64],
     first_key: NDArray[np.int64],
     query_len: int,
     num_keys: int,
-    window: int | None,
-) -> NDArray[np.float32]:
+    batch: _Batch,
+) -> Tensor:
     """0 where a query sees a key, -inf elsewhere: ``[num_rows, 1, query_len, num_keys]``."""
-    query = (seq_len - query_len)[:, None] + np.arange(query_len)
-    key = first_key[:, None] + np.arange(num_keys)
+    device = batch.metadata.block_tables.device
+    first_query = torch.from_numpy(seq_lens - query_len).to(device)
+    query = first_query.unsqueeze(1) + torch.arange(query_len, device=device)
+    key = torch.from_numpy(first_key).to(device).unsqueeze(1) + torch.arange(
+        num_keys, device=device
+    )
     distance = query[:, None, :, None] - key[:, None, None, :]
-    is_seen = distance >= 0
-    if window is not None:
-        is_seen &= distance < window
-    return np.where(is_seen, np.float32(0.0), np.float32(-np.inf))
+    is_hidden = distance < 0
+    if batch.window is not None:
+        is_hidden |= distance >= batch.window
+    bias = torch.zeros(is_hidden.shape, dtype=batch.dtype, device=device)
+    return bias.masked_fill_(is_hidden, float("-inf"))
 
 
 def _tokens(starts: NDArray[np.int64], query_len: int, device: torch.device) -> Tensor | slice:
@@ -155,16 +160,13 @@ def _tokens(starts: NDArray[np.int64], query_len: int, device: torch.device) -> 
 
 
 def _blocks(
-    rows: NDArray[np.int64],
-    seq_len: NDArray[np.int64],
-    first: NDArray[np.int64],
-    num_keys: int,
-    block_size: int,
-    block_tables: Tensor,
+    rows: NDArray[np.int64], seq_lens: NDArray[np.int64], num_keys: int, batch: _Batch
 ) -> Tensor:
     """Ids of the blocks to gather. Past its last block a row repeats it: masked, but finite."""
-    last = (seq_len - 1) // block_size
-    wanted = first[:, None] + np.arange(-(-num_keys // block_size))
-    columns = torch.from_numpy(np.minimum(wanted, last[:, None])).to(block_tables.device)
-    row_ids = torch.from_numpy(rows).to(block_tables.device)
-    return block_tables[row_ids].gather(1, columns).reshape(-1).long()
+    tables = batch.metadata.block_tables
+    last = (seq_lens - 1) // batch.block_size
+    first = batch.first_block[rows]
+    wanted = first[:, None] + np.arange(-(-num_keys // batch.block_size))
+    columns = torch.from_numpy(np.minimum(wanted, last[:, None])).to(tables.device)
+    row_ids = torch.from_numpy(rows).to(tables.device)
+    return tables[row_ids].gather(1, columns).reshape(-1).long()

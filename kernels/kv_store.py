@@ -22,7 +22,7 @@ class StorePlan:
             target.index_fill_(0, self.started_blocks, 0.0)
         chosen = source if self.tokens is None else source.index_select(0, self.tokens)
         flat = target.view(target.shape[0] * target.shape[1], -1)
-        flat.index_copy_(0, self.slots, chosen.reshape(len(self.slots), -1).to(target.dtype))
+        flat.index_copy_(0, self.slots, chosen.flatten(1).to(target.dtype))
 
 
 def plan_store(slot_mapping: Tensor, block_size: int) -> StorePlan:

@@ -128,7 +128,8 @@ class ReferenceOps:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``2 * cos.shape[-1]`` of each head of ``x [num_tokens, num_heads, head_dim]``."""
     half = cos.shape[-1]
-    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    wide = x.float()
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     rotated = (first * cos - second * sin, second * cos + first * sin, rest)
     return torch.cat(rotated, dim=-1).to(x.dtype)
 

@@ -48,9 +48,8 @@ def _attend_decodes(
     """One query token a row: the query heads that share a KV head become its queries."""
     num_rows, num_kv_heads, _, head_dim = keys.shape
     queries = q.view(num_rows, num_kv_heads, -1, head_dim)
-    bias = None if group.bias is None else group.bias.to(q.dtype)
     out = functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=bias, scale=scale
+        queries, keys, values, attn_mask=group.bias, scale=scale
     )
     return out.reshape(q.shape)
 
@@ -59,12 +58,11 @@ def _attend_prefills(
     q: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, scale: float
 ) -> Tensor:
     queries = q.view(group.num_rows, group.query_len, *q.shape[1:]).transpose(1, 2)
-    bias = None if group.bias is None else group.bias.to(q.dtype)
     out = functional.scaled_dot_product_attention(
         queries,
         keys,
         values,
-        attn_mask=bias,
+        attn_mask=group.bias,
         is_causal=group.is_causal,
         scale=scale,
         enable_gqa=queries.shape[1] != keys.shape[1],

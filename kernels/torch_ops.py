@@ -120,7 +120,9 @@ class TorchOps:
     ) -> Tensor:
         block_size = cache.key.shape[1]
         groups = self._attention_plans.get(
-            (metadata,), (block_size, window), lambda: plan_attention(metadata, block_size, window)
+            (metadata,),
+            (block_size, window, q.dtype),
+            lambda: plan_attention(metadata, block_size, window, q.dtype),
         )
         q = q.contiguous()
         if len(groups) == 1 and isinstance(groups[0].tokens, slice):

@@ -18,11 +18,14 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """See :meth:`~.ops.Ops.sample`."""
     tokens = logits.argmax(dim=-1)
     random_rows = params.temperature.nonzero().squeeze(1)
-    for rows in random_rows.split(MAX_ROWS_AT_ONCE):
-        if len(rows):
-            chosen = SamplingTensors(*(values[rows] for values in params))
-            tokens[rows] = _draw(logits[rows], chosen)
+    for begin in range(0, len(random_rows), MAX_ROWS_AT_ONCE):
+        rows = random_rows[begin : begin + MAX_ROWS_AT_ONCE]
+        tokens[rows] = _draw(logits[rows], _select(params, rows))
     return tokens
+
+
+def _select(params: SamplingTensors, rows: Tensor) -> SamplingTensors:
+    return SamplingTensors(*(values[rows] for values in params))
 
 
 def _draw(logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -38,7 +41,7 @@ def _draw(logits: Tensor, params: SamplingTensors) -> Tensor:
         return _draw_filtered(logits, weights, params, uniform)
     tokens = torch.empty_like(params.position)
     for rows, draws in ((is_filtered, True), (~is_filtered, False)):
-        chosen = SamplingTensors(*(values[rows] for values in params))
+        chosen = _select(params, rows)
         tokens[rows] = (
             _draw_filtered(logits[rows], weights[rows], chosen, uniform[rows])
             if draws
@@ -65,7 +68,7 @@ def _draw_filtered(
     tokens, is_settled = _draw_candidates(logits, weights, params, uniform, num_candidates)
     if not bool(is_settled.all()):
         rows = ~is_settled
-        chosen = SamplingTensors(*(values[rows] for values in params))
+        chosen = _select(params, rows)
         tokens[rows], _ = _draw_candidates(
             logits[rows], weights[rows], chosen, uniform[rows], vocab_size
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -88,18 +88,19 @@ def _abort(streams: Sequence[RequestStream]) -> None:
 
 async def _events(
     streams: Sequence[RequestStream], wire: Wire, *, includes_usage: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """The events of a stream, ``[DONE]`` included. A failure is an event of its own."""
     usage = _prompt_usage(streams)
     opening = b"".join(wire.opening(i) for i in range(len(streams)))
     if opening:
         yield opening
     try:
-        async for index, output in _merged(streams):
-            _add(usage, output)
-            chunks = b"".join(_chunk(wire, index, one, output.error) for one in output.outputs)
-            if chunks:
-                yield chunks
+        async with aclosing(_merged(streams)) as outputs:
+            async for index, output in outputs:
+                _add(usage, output)
+                chunks = [_chunk(wire, index, one, output.error) for one in output.outputs]
+                if any(chunks):
+                    yield b"".join(chunks)
         if includes_usage:
             yield wire.usage(usage)
     except (EngineDeadError, GenerationFailedError) as error:
@@ -118,13 +119,14 @@ async def _collect(streams: Sequence[RequestStream], wire: Wire) -> dict[str, ob
     """The whole answer."""
     usage = _prompt_usage(streams)
     choices = [Choice() for _ in streams]
-    async for index, output in _merged(streams):
-        _add(usage, output)
-        for one in output.outputs:
-            _check_failure(one, output.error)
-            choices[index].text.append(one.text)
-            choices[index].finish_reason = one.finish_reason
-            choices[index].stop_reason = one.stop_reason
+    async with aclosing(_merged(streams)) as outputs:
+        async for index, output in outputs:
+            _add(usage, output)
+            for one in output.outputs:
+                _check_failure(one, output.error)
+                choices[index].text.append(one.text)
+                choices[index].finish_reason = one.finish_reason
+                choices[index].stop_reason = one.stop_reason
     return wire.whole(choices, usage)
 
 
@@ -143,7 +145,7 @@ def _add(usage: Usage, output: RequestOutput) -> None:
         usage.cached_tokens += output.num_cached_tokens
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Outputs of all streams as they come, each with its stream's index."""
     if len(streams) == 1:
         async for output in streams[0]:
@@ -154,10 +156,10 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                index, output = waiting.pop(task), task.result()
-                if output is not None:
+                index, following = waiting.pop(task), task.result()
+                if following is not None:
                     waiting[asyncio.ensure_future(_next(streams[index]))] = index
-                    yield index, output
+                    yield index, following
     finally:
         for task in waiting:
             task.cancel()
@@ -165,8 +167,3 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
 
 async def _next(stream: RequestStream) -> RequestOutput | None:
     return await anext(stream, None)
-
-
-def now() -> float:
-    """The time of arrival, as the engine counts it."""
-    return time.monotonic()

@@ -81,7 +81,8 @@ class CompletionRequest(GenerationFields):
     """The body of ``POST /v1/completions``."""
 
     prompt: Annotated[
-        Any, Field(description="A string, token ids, or a list of strings or of lists of token ids.")
+        Any,
+        Field(description="A string, token ids, or a list of strings or of lists of token ids."),
     ] = None
     add_special_tokens: bool | None = None
 

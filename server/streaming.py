@@ -7,7 +7,8 @@ the work is cancelled and the caller's ``close`` gives the engine's requests up 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -60,7 +61,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes],
         close: Callable[[], None],
         headers: Mapping[str, str],
     ) -> None:
@@ -81,6 +82,7 @@ class EventStream(Response):
 
     async def _send(self, start: Mapping[str, Any], send: Callable[[Any], Awaitable[None]]) -> None:
         await send(start)
-        async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        async with aclosing(self._events) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,6 +7,7 @@ opens checkpoints too.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: it does not exist, is damaged, or holds what octavo does not support. The
             message is one sentence that names the file and the key, tensor or architecture.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if path.is_dir():
         return _open_folder(path)
     if path.is_file():

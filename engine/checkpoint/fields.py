@@ -10,6 +10,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 
+MAX_SIZE = 2**31 - 1
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object.
@@ -39,15 +41,25 @@ class Fields:
         return self.values.get(key)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer.
+        """A positive integer below 2^31.
 
         Raises:
             CheckpointError: absent without a default, or something else.
         """
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+            self.refuse(key, value, "a positive integer below 2^31")
         return int(value)
+
+    def size_or_none(self, key: str) -> int | None:
+        """As :meth:`size`; ``None`` if absent or zero.
+
+        Raises:
+            CheckpointError: something else.
+        """
+        value = self.values.get(key)
+        is_zero = isinstance(value, int) and value == 0
+        return None if value is None or is_zero else self.size(key)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive, finite number.

@@ -53,7 +53,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         hidden_act="silu",
-        sliding_window=_sliding_window(fields),
+        sliding_window=fields.size_or_none("attention.sliding_window"),
         **_storage(file),
     )
     check_spec(spec, str(file.path))
@@ -88,20 +88,15 @@ def _one_number(value: Any) -> Any:
 
 
 def _refuse_features(file: GGUFFile, fields: Fields) -> None:
-    if fields.get("expert_count"):
+    if fields.size_or_none("expert_count"):
         raise CheckpointError(f"{file.path}: mixtures of experts are not supported.")
-    if Fields(file.metadata, str(file.path)).get("split.count") not in (None, 0, 1):
+    if (Fields(file.metadata, str(file.path)).size_or_none("split.count") or 1) > 1:
         raise CheckpointError(f"{file.path} is one part of a split GGUF; octavo reads one file.")
 
 
 def _vocab_size(file: GGUFFile, fields: Fields) -> int:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     return fields.size("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
-
-
-def _sliding_window(fields: Fields) -> int | None:
-    key = "attention.sliding_window"
-    return fields.size(key) if fields.get(key) else None
 
 
 def _rope(file: GGUFFile, fields: Fields, head_dim: int) -> RopeSpec:
@@ -113,7 +108,8 @@ def _rope(file: GGUFFile, fields: Fields, head_dim: int) -> RopeSpec:
 
 
 def _scaling(file: GGUFFile, fields: Fields, rotary_dim: int) -> Mapping[str, Any] | None:
-    kind = fields.text("rope.scaling.type", "linear" if fields.get("rope.scale_linear") else "none")
+    is_old_linear = fields.get("rope.scale_linear") is not None
+    kind = fields.text("rope.scaling.type", "linear" if is_old_linear else "none")
     if kind not in ("none", "linear"):
         raise CheckpointError(
             f"{file.path}: rope scaling {kind} is not supported; octavo knows none and linear."

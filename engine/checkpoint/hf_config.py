@@ -15,6 +15,8 @@ from .spec import SUPPORTED_ARCHITECTURES, ModelSpec, RopeSpec
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 DEFAULT_ROPE_THETA = 10000.0
+MAX_LAYERS = 1024
+MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
 
 _ABSENT: dict[str, dict[str, int]] = {  # what transformers' config class takes for absent keys
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -76,6 +78,11 @@ def check_spec(spec: ModelSpec, where: str) -> None:
             f"{where}: {spec.rope.rotary_dim} rotated numbers per head of {spec.head_dim}; "
             "octavo needs an even count within the head."
         )
+    if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
+            f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
+        )
     if spec.hidden_act != "silu":
         raise CheckpointError(
             f"{where}: hidden_act {spec.hidden_act} is not supported by {spec.architecture}; silu is."
@@ -133,6 +140,8 @@ def _rope(fields: Fields, head_dim: int) -> RopeSpec:
         )
     theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_ROPE_THETA))
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if share > 1:
+        rope.refuse("partial_rotary_factor", share, "at most 1")
     return RopeSpec(theta, int(head_dim * share), _scaling(rope_type, rope, fields))
 
 

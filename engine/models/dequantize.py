@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..checkpoint.gguf_file import BLOCK_LAYOUTS
 
-CHUNK_NUMBERS = 1 << 17
-"""Numbers widened to float32 at a time: they stay in the cache, and no float32 copy of a tensor exists."""
+CHUNK_NUMBERS = 1 << 14
+"""Numbers widened to float32 at a time. Chunks stay in the cache and below the size at which torch
+starts its threads, whose barriers cost more than they save on a busy machine."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

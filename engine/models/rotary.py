@@ -22,23 +22,21 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
     Scalings: ``linear`` (Chen et al., 2023, position interpolation) and ``factors`` divide; ``llama3``
     divides what turns slowly, keeps what turns fast and blends between (Llama 3.1).
     """
-    exponents: Tensor = (
-        torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
-    )
-    frequencies: Tensor = torch.pow(rope.theta, exponents).reciprocal()
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    frequencies = torch.pow(rope.theta, exponents).reciprocal()
     scaling = rope.scaling
     if scaling is None:
         return frequencies
     if scaling["rope_type"] == "linear":
-        return frequencies / scaling["factor"]
+        return frequencies / float(scaling["factor"])
     if scaling["rope_type"] == "factors":
         return frequencies / torch.tensor(scaling["factors"])
     return _llama3(frequencies, scaling)
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    factor, window = scaling["factor"], scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    names = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    factor, window, low, high = (float(scaling[name]) for name in names)
     wavelengths = 2 * math.pi / frequencies
     keep = (window / wavelengths - low) / (high - low)  # 0: divide, 1: keep
     keep = keep.clamp(0.0, 1.0)

@@ -131,15 +131,13 @@ class Admission:
             )
 
     def _check_ids(self, param: str, token_ids: list[int] | tuple[int, ...]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self._info.vocab_size or not self._tokenizer.is_valid_id(
-                token_id
-            ):
-                raise InvalidRequestError(
-                    f"{param} holds token id {token_id}, which is not in the vocabulary "
-                    f"(0 to {self._info.vocab_size - 1}).",
-                    param=param,
-                )
+        invalid = self._tokenizer.first_invalid_id(token_ids)
+        if invalid is not None:
+            raise InvalidRequestError(
+                f"{param} holds token id {invalid}, which is not in the vocabulary "
+                f"(0 to {self._info.vocab_size - 1}).",
+                param=param,
+            )
 
     # --- lengths ---------------------------------------------------------------------------------
 
@@ -184,13 +182,8 @@ class Admission:
 
     def _special_stops(self, sampling: SamplingParams) -> dict[int, str]:
         """Stop strings that are the text of one special token, which never shows in the text."""
-        special = self._tokenizer.special_token_ids
-        found: dict[int, str] = {}
-        for text in sampling.stop:
-            token_id = self._tokenizer.token_id(text)
-            if token_id is not None and token_id in special:
-                found[token_id] = text
-        return found
+        found = {self._tokenizer.special_token_id(text): text for text in sampling.stop}
+        return {token_id: text for token_id, text in found.items() if token_id is not None}
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:

@@ -22,7 +22,7 @@ class SplitRule:
     add_bos: bool = False  # unless the file says otherwise
 
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CONTRACTIONS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 _SPACES = r"\s+(?!\S)|\s+"
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _SPACES
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|" + _SPACES
@@ -39,7 +39,6 @@ _CASED_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
 )
-_DEEPSEEK_CODER = SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
 
 SPLIT_RULES: dict[str, SplitRule] = {
     "default": _DEFAULT,
@@ -53,13 +52,12 @@ SPLIT_RULES: dict[str, SplitRule] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
         SplitRule((_TRIPLE_DIGITS,), ignore_merges=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), SplitRule((_TRIPLE_DIGITS,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), SplitRule((_TRIPLE_DIGITS,))),
     **dict.fromkeys(
         ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"),
         SplitRule((_SINGLE_DIGITS,)),
     ),
     "tekken": SplitRule((_CASED_WORDS,), ignore_merges=True, add_bos=True),
-    "deepseek-coder": _DEEPSEEK_CODER,
 }
 """``tokenizer.ggml.pre`` → rule. For "tekken" it is the model's own expression, which llama.cpp's
 approximates over ASCII."""

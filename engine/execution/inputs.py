@@ -1,0 +1,108 @@
+"""From a step's plan to the flat tensors that a model takes.
+
+Rows with one token come first, in the plan's order; then the others. Knows nothing of sampling beyond
+which token's hidden state is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels.ops import AttentionMetadata
+from ..step import ScheduledRow
+from .errors import ExecutionError
+from .rows import RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one step feeds to the model."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    metadata: AttentionMetadata
+    last_tokens: NDArray[np.int64]  # [num plan rows], flat index of each row's last token
+
+
+def build_inputs(
+    plan_rows: tuple[ScheduledRow, ...], table: RowTable, device: torch.device
+) -> StepInputs:
+    """Lay out the rows of a plan that ``table`` has applied. There is at least one row.
+
+    Raises:
+        ExecutionError: a row asks for tokens that do not exist, or for slots that it has no block for.
+    """
+    numbers = np.array(
+        [
+            (
+                table.place_of(r.seq_id),
+                r.start,
+                r.num_tokens,
+                r.num_unwritten,
+                len(r.block_tables[0]),
+            )
+            for r in plan_rows
+        ],
+        dtype=np.int64,
+    )
+    _check(plan_rows, numbers, table)
+    order = np.argsort(numbers[:, 2] != 1, kind="stable")
+    places, starts, counts, num_unwritten, num_blocks = numbers[order].T
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    positions = np.arange(ends[-1]) + np.repeat(starts - begins, counts)
+    token_places = np.repeat(places, counts)
+    block_size = table.block_size
+    blocks = table.block_tables[token_places, positions // block_size].astype(np.int64)
+    slots = blocks * block_size + positions % block_size
+    if num_unwritten.any():
+        slots[positions < np.repeat(starts + num_unwritten, counts)] = -1
+    last_tokens = np.empty(len(order), dtype=np.int64)
+    last_tokens[order] = ends - 1
+    seq_lens = starts + counts
+    metadata = AttentionMetadata(
+        query_start_loc=_tensor(np.concatenate(([0], ends)).astype(np.int32), device),
+        seq_lens=_tensor(seq_lens.astype(np.int32), device),
+        block_tables=_tensor(_padded_tables(table, places, num_blocks), device),
+        slot_mapping=_tensor(slots, device),
+        query_lens_host=counts.tolist(),
+        seq_lens_host=seq_lens.tolist(),
+        max_query_len=int(counts.max()),
+        max_seq_len=int(seq_lens.max()),
+        num_decode_rows=int((counts == 1).sum()),
+    )
+    token_ids = table.tokens[token_places, positions].astype(np.int64)
+    return StepInputs(_tensor(token_ids, device), _tensor(positions, device), metadata, last_tokens)
+
+
+def _check(
+    plan_rows: tuple[ScheduledRow, ...], numbers: NDArray[np.int64], table: RowTable
+) -> None:
+    places, starts, counts, _, num_blocks = numbers.T
+    ends = starts + counts
+    is_broken = (counts < 1) | (starts < 0) | (ends > table.columns["num_tokens"][places])
+    is_broken |= num_blocks * table.block_size < ends
+    if is_broken.any():
+        row = plan_rows[int(np.flatnonzero(is_broken)[0])]
+        raise ExecutionError(
+            f"sequence {row.seq_id} is scheduled from token {row.start} for {row.num_tokens} with "
+            f"{len(row.block_tables[0])} blocks, which does not fit what is known of it"
+        )
+
+
+def _padded_tables(
+    table: RowTable, places: NDArray[np.int64], num_blocks: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """``[num_rows, max_num_blocks]``; past a row's last block stands its first."""
+    tables = table.block_tables[places, : int(num_blocks.max())]
+    is_past = np.arange(tables.shape[1]) >= num_blocks[:, None]
+    return np.where(is_past, tables[:, :1], tables)
+
+
+def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,176 @@
+"""The executor: applies step plans to its rows, runs the model, draws tokens.
+
+Owns the KV tensors and the per-row state. Must not know why the scheduler decided what it decided.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.ops import Ops
+from ..api import SamplingParams
+from ..models.model import Model
+from ..step import NewRow, ScheduledRow, StepHandle, StepPlan, StepResult
+from .errors import ExecutionError
+from .inputs import StepInputs, build_inputs
+from .rows import RowTable
+from .sampler import SampledRow, Sampler
+
+_WARM_UP_SEQ_ID = -1
+
+
+class ModelRunner:
+    """Implements :class:`~octavo.engine.step.Executor` with one model on one device."""
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._device = device
+        self._num_blocks = num_blocks
+        spec = model.kv_cache_spec(num_blocks, block_size)
+        self._kv_caches = [ops.allocate_kv_cache(spec, device) for _ in range(model.num_layers)]
+        self._table = RowTable(
+            max_num_rows=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            vocab_size=model.spec.vocab_size,
+            eos_token_ids=eos_token_ids,
+        )
+        self._sampler = Sampler(ops, self._table)
+        self._pending: _Step | None = None
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step: on a CPU the model has run when this returns, on a GPU it is under way.
+
+        A step whose result nobody has asked for yet is finished first: its samples are this one's input.
+
+        Raises:
+            ExecutionError: the plan contradicts what is known, or asks for what there is not.
+        """
+        if self._pending is not None:
+            self._pending.result()
+        _refuse_unsupported(plan)
+        self._table.apply(plan)
+        with torch.inference_mode():
+            self._copy_blocks(plan)
+            logits = self._forward(plan.rows) if plan.rows else None
+        self._pending = _Step(self, plan, logits)
+        return self._pending
+
+    def warm_up(self, max_num_batched_tokens: int) -> None:
+        """Run a step of ``max_num_batched_tokens`` tokens and one of a single token.
+
+        Memory is allocated and kernels are chosen here rather than in the first request. Leaves no
+        trace but what it wrote to blocks that nobody owns.
+        """
+        block_size = self._table.block_size
+        room = min(self._num_blocks * block_size, self._table.tokens.shape[1] - 1)
+        num_tokens = max(1, min(max_num_batched_tokens, room - 1))
+        blocks = (list(range(-(-min(num_tokens + 1, room) // block_size))),)
+        new = NewRow(_WARM_UP_SEQ_ID, [0] * num_tokens, (), SamplingParams(), 0)
+        prefill = ScheduledRow(_WARM_UP_SEQ_ID, 0, num_tokens, 1, blocks, 0)
+        self.submit(StepPlan(-1, new_rows=(new,), rows=(prefill,))).result()
+        if num_tokens < room:
+            decode = ScheduledRow(
+                _WARM_UP_SEQ_ID, num_tokens, 1, 0, blocks, 0, appended_token_ids=()
+            )
+            self.submit(StepPlan(-1, rows=(decode,))).result()
+        self.submit(StepPlan(-1, removed_seq_ids=(_WARM_UP_SEQ_ID,))).result()
+
+    def _forward(self, rows: tuple[ScheduledRow, ...]) -> Tensor | None:
+        """Compute all rows; logits ``[num_sampled_rows, vocab_size]`` float32, if any row samples."""
+        inputs = build_inputs(rows, self._table, self._device)
+        hidden = self._model.forward(
+            inputs.token_ids, inputs.positions, self._kv_caches, inputs.metadata
+        )
+        wanted = self._wanted_tokens(rows, inputs)
+        return None if wanted is None else self._model.logits(hidden.index_select(0, wanted))
+
+    def _wanted_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
+        sampled = [index for index, row in enumerate(rows) if row.num_samples]
+        if not sampled:
+            return None
+        for row in (rows[index] for index in sampled):
+            known = self._table.columns["num_tokens"][self._table.place_of(row.seq_id)]
+            if row.start + row.num_tokens != known:
+                raise ExecutionError(f"sequence {row.seq_id} is sampled before its last token")
+        return torch.from_numpy(inputs.last_tokens[sampled]).to(self._device)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        if not plan.block_copies:
+            return
+        ids = [(copy.src_block_id, copy.dst_block_id) for copy in plan.block_copies]
+        if not all(0 <= block_id < self._num_blocks for pair in ids for block_id in pair):
+            raise ExecutionError(f"a block outside the pool of {self._num_blocks} is copied")
+        src, dst = torch.tensor(ids, dtype=torch.int64, device=self._device).T.contiguous()
+        self._ops.copy_blocks(self._kv_caches, src, dst)
+
+    def _finish(self, plan: StepPlan, logits: Tensor | None) -> StepResult:
+        """Draw a step's tokens and append the first sample of each row to it."""
+        self._pending = None
+        if logits is None:
+            return StepResult(plan.step_id, ())
+        rows = [
+            SampledRow(row.seq_id, self._table.place_of(row.seq_id), row.num_samples)
+            for row in plan.rows
+            if row.num_samples
+        ]
+        with torch.inference_mode():
+            results = self._sampler.sample(logits, rows)
+        for row, result in zip(rows, results, strict=True):
+            if result.error is None:
+                self._table.append(row.place, result.token_ids[:1])
+        return StepResult(plan.step_id, tuple(results))
+
+
+class _Step:
+    """Implements :class:`~octavo.engine.step.StepHandle`."""
+
+    def __init__(self, runner: ModelRunner, plan: StepPlan, logits: Tensor | None) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._logits = logits
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._result = self._runner._finish(self._plan, self._logits)
+            self._logits = None
+        return self._result
+
+
+def _refuse_unsupported(plan: StepPlan) -> None:
+    """
+    Raises:
+        ExecutionError: the plan uses what this executor does not offer; admission refuses it earlier.
+    """
+    if plan.block_swaps:
+        raise ExecutionError("block swaps need a host tier, which this executor does not have")
+    for copy in plan.block_copies:
+        if copy.group != 0:
+            raise ExecutionError(
+                f"there is one KV group, and a block of group {copy.group} is copied"
+            )
+    for row in plan.rows:
+        if len(row.block_tables) != 1:
+            raise ExecutionError(f"there is one KV group, not {len(row.block_tables)}")
+        if row.num_candidates:
+            raise ExecutionError(f"sequence {row.seq_id} wants candidates, which are not offered")
+    for new in plan.new_rows:
+        sampling = new.sampling
+        for name in ("prompt_logprobs", "allowed_token_ids", "bad_words"):
+            if getattr(sampling, name):
+                raise ExecutionError(f"sequence {new.seq_id} wants {name}, which is not offered")

@@ -1,0 +1,50 @@
+"""Puts the HTTP application together."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from .. import __version__
+from ..engine.api import Engine
+from ..engine.config import ServerConfig
+from .auth import ApiKeys, AuthMiddleware
+from .context import Context
+from .drain import Drain, DrainMiddleware
+from .errors import install_handlers
+from .http_metrics import HttpMetricsMiddleware
+from .limits import BodyLimitMiddleware
+from .metrics import Metrics
+from .routes_chat import chat_router
+from .routes_completions import completions_router
+from .routes_models import models_router
+from .routes_ops import ops_router
+
+
+def create_app(
+    engine: Engine,
+    config: ServerConfig,
+    model_names: tuple[str, ...],
+    *,
+    drain: Drain | None = None,
+) -> FastAPI:
+    """The application over ``engine``, which may still be loading.
+
+    Args:
+        engine: Receives the requests, and a sink for its statistics.
+        config: Keys; where it listens is not the application's concern.
+        model_names: Names that clients may use; answers carry the first.
+        drain: Through it the caller refuses requests at shutdown and waits for running ones.
+    """
+    context = Context(engine, model_names, Metrics(engine, model_names[0]), drain or Drain())
+    engine.set_stats_sink(context.metrics)
+    app = FastAPI(title="octavo", version=__version__, redirect_slashes=False)
+    for make_router in (completions_router, chat_router, models_router, ops_router):
+        app.include_router(make_router(context))
+    install_handlers(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimitMiddleware)
+    if config.api_key:
+        app.add_middleware(AuthMiddleware, keys=ApiKeys(config.api_key))
+    app.add_middleware(DrainMiddleware, drain=context.drain)
+    app.add_middleware(HttpMetricsMiddleware, metrics=context.metrics.http)
+    return app

@@ -1,0 +1,83 @@
+"""What a person at the terminal reads while octavo starts. Writes to stderr, never a key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TextIO
+
+from ..engine.api import Engine, EngineInfo
+from ..engine.errors import EngineNotReadyError
+
+POLL_S = 0.1
+_LABEL_WIDTH = 18
+
+
+async def watch_progress(engine: Engine, out: TextIO) -> None:
+    """Show how the load goes; return when the engine is ready.
+
+    A terminal gets one line that changes, anything else a line per stage.
+
+    Raises:
+        EngineDeadError: loading failed.
+    """
+    is_terminal, stage = out.isatty(), ""
+    try:
+        while not _is_ready(engine):
+            progress = engine.progress
+            if is_terminal:
+                out.write(f"\r\x1b[Koctavo: {progress.stage} {progress.fraction:4.0%}")
+            elif progress.stage != stage:
+                stage = progress.stage
+                out.write(f"octavo: {stage}\n")
+            out.flush()
+            await asyncio.sleep(POLL_S)
+    finally:
+        if is_terminal:
+            out.write("\r\x1b[K")
+
+
+def _is_ready(engine: Engine) -> bool:
+    try:
+        engine.check_ready()
+    except EngineNotReadyError:
+        return False
+    return True
+
+
+def base_url(host: str, port: int) -> str:
+    """The URL to try from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def banner(info: EngineInfo, model_name: str, url: str, *, needs_key: bool) -> str:
+    """The lines that say what is served, and how to ask."""
+    num_tokens = info.num_blocks * info.block_size
+    rows = {
+        "model": f"{model_name} ({info.architecture}, {_millions(info.num_parameters)} parameters)",
+        "computed in": f"{info.dtype} on {info.device}, {info.num_threads} threads, "
+        f"{info.attention_backend} kernels",
+        "KV cache": f"{info.num_blocks} blocks x {info.block_size} tokens = {num_tokens} tokens "
+        f"({info.kv_cache_bytes / (1 << 30):.2f} GiB)",
+        "window": f"{info.max_model_len} tokens; up to {info.max_num_seqs} sequences and "
+        f"{info.max_num_batched_tokens} tokens a step",
+        "loaded in": f"{info.load_s:.1f} s",
+        "URL": url,
+    }
+    lines = [f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows.items()]
+    return "\n".join(["octavo is ready", *lines, "", curl_line(model_name, url, needs_key), ""])
+
+
+def curl_line(model_name: str, url: str, needs_key: bool) -> str:
+    """A command to paste. The key stands there by the name of a variable."""
+    body = {"model": model_name, "prompt": "Once upon a time", "max_tokens": 32, "stream": True}
+    quoted = json.dumps(body).replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if needs_key else ""
+    return (
+        f"curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"
+    )
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 10**9 else f"{number / 1e6:.0f} million"

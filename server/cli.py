@@ -1,0 +1,170 @@
+"""The command line: ``octavo serve [MODEL] [flags]`` and ``octavo --version``.
+
+Flags are generated from ``engine.config``; a flag beats the ``--config`` file, which beats the
+default. Anything wrong is one sentence on stderr and exit code 2, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import Field, fields
+from typing import Any, NoReturn
+
+from .. import __version__
+from ..engine.config import (
+    EngineConfig,
+    ServerConfig,
+    all_options,
+    default_text,
+    flag_of,
+    resolve_server,
+)
+from ..engine.errors import ConfigError
+from .option_values import parse_text
+from .presets import load_preset, preset_names
+from .suggestions import unknown_option
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+_OPTIONS: dict[str, Field[Any]] = {field.name: field for _, field in all_options()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; by default the process's.
+
+    Returns:
+        The exit code: 0, 1 if the engine died, 2 if octavo refused to start.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        command = _command_parser().parse_args(argv[:1])
+        if command.command is None:
+            print("octavo: say what to do, as in: octavo serve MODEL", file=sys.stderr)
+            return EXIT_USAGE
+        engine_config, server_config = resolve(argv[1:])
+        from .launch import run
+
+        return run(engine_config, server_config)
+    except ConfigError as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:  # before the server listens to signals
+        return EXIT_INTERRUPTED
+
+
+def resolve(arguments: Sequence[str]) -> tuple[EngineConfig, ServerConfig]:
+    """The configuration that the arguments of ``octavo serve`` mean.
+
+    Raises:
+        ConfigError: one of them, or of the file's keys, is wrong or unknown.
+    """
+    given = _parse_flags(arguments)
+    config_file = given.pop("config", None)
+    options = load_preset(config_file, _OPTIONS) if config_file else {}
+    options |= given
+    server_names = {field.name for field in fields(ServerConfig)}
+    server = {name: value for name, value in options.items() if name in server_names}
+    engine = {name: value for name, value in options.items() if name not in server_names}
+    return EngineConfig.from_options(engine), _checked(resolve_server(ServerConfig(**server)))
+
+
+def _checked(config: ServerConfig) -> ServerConfig:
+    if config.api_key is not None and not all(config.api_key):
+        raise ConfigError("--api-key must not be empty.")
+    if config.served_model_name is not None and not all(config.served_model_name):
+        raise ConfigError("--served-model-name must not be empty.")
+    return config
+
+
+def _parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """What was given on the command line, by option name."""
+    parsed, left = serve_parser().parse_known_args(list(arguments))
+    if left:
+        flags = [argument for argument in left if argument.startswith("-")]
+        raise ConfigError(
+            unknown_option(flags[0], list(_OPTIONS)) if flags else f"What is {left[0]!r} for?"
+        )
+    given = vars(parsed)
+    model = given.pop("positional_model", None)
+    if model is not None:
+        if "model" in given:
+            raise ConfigError("--model and the argument MODEL exclude each other.")
+        given["model"] = model
+    return {name: _value(name, value) for name, value in given.items()}
+
+
+def _value(name: str, given: Any) -> Any:
+    option = _OPTIONS.get(name)
+    if option is None or isinstance(given, bool):
+        return given
+    if isinstance(given, list):
+        return tuple(parse_text(option, text) for text in given)
+    return parse_text(option, given)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports by raising, in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        expected = re.match(r"argument (?:.*/)?(--[\w-]+): expected .*argument", message)
+        raise ConfigError(f"{expected[1]} needs a value." if expected else f"{message}.")
+
+
+def _command_parser() -> _Parser:
+    parser = _Parser(
+        prog="octavo",
+        description="Serves a language model over the OpenAI API.",
+        epilog="octavo serve --help lists every option.",
+    )
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    parser.add_argument("command", choices=("serve",), nargs="?", help="Start the server.")
+    return parser
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    """The parser of ``octavo serve``: every option of ``engine.config`` is a flag."""
+    parser = _Parser(
+        prog="octavo serve",
+        description="Serve a model. A flag beats the --config file, which beats the default.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "positional_model", metavar="MODEL", nargs="?", help="The same as --model MODEL."
+    )
+    presets = ", ".join(preset_names())
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file with options, or a preset: {presets}."
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for section, option in all_options():
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        _add_flag(groups[section], option)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
+    meta = option.metadata
+    flag, text = flag_of(option.name), _help_text(option).replace("%", "%%")
+    if meta["kind"] == "bool":
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        return
+    metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else _METAVARS[meta["kind"]]
+    nargs = "+" if meta["kind"] == "strs" else None
+    group.add_argument(flag, metavar=metavar, nargs=nargs, help=text)
+
+
+_METAVARS = {"str": "TEXT", "strs": "TEXT", "int": "N", "size": "N[k|m|g|Ki|Mi|Gi]", "float": "X"}
+
+
+def _help_text(option: Field[Any]) -> str:
+    unit = option.metadata["unit"]
+    unit_text = f" Unit: {unit}." if unit else ""
+    return f"{option.metadata['help']}{unit_text} Default: {default_text(option)}."

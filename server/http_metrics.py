@@ -1,0 +1,62 @@
+"""Counts and times HTTP requests. Labels are route templates, never what a client typed."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_UNCOUNTED = frozenset({"/health", "/ready", "/version", "/metrics"})
+
+
+class HttpMetrics:
+    """``http_requests_total`` and ``http_request_duration_seconds``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "http_requests",
+            "HTTP requests, by route, method and class of status.",
+            ("handler", "method", "status"),
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "http_request_duration_seconds",
+            "Time from a request's first byte to its answer's last.",
+            ("handler", "method"),
+            buckets=(0.1, 0.5, 1.0),
+            registry=registry,
+        )
+
+    def observe(self, handler: str, method: str, status: int, duration_s: float) -> None:
+        """Count one request; an unknown method or path shares one label with its like."""
+        method = method if method in _METHODS else "other"
+        self._requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._duration.labels(handler, method).observe(duration_s)
+
+
+class HttpMetricsMiddleware:
+    """Feeds :class:`HttpMetrics`; probes and scrapes are not counted."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        status, start = 500, time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            handler = getattr(scope.get("route"), "path", "none")
+            self._metrics.observe(handler, scope["method"], status, time.perf_counter() - start)

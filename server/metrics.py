@@ -1,0 +1,249 @@
+"""Prometheus metrics: the names that dashboards of this ecosystem read, and octavo's own.
+
+Receives what the engine reports and renders it from memory; never asks the engine. ``vllm:`` names,
+labels and buckets are a contract with existing dashboards; what only octavo has is ``octavo:``.
+Gauges mirror the last snapshot. Counters add the difference between two snapshots of one engine life
+(epoch) and start over with the next, so a restart never makes them fall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from ..engine.api import Engine, EngineInfo, FinishReason
+from ..engine.errors import EngineNotReadyError
+from ..engine.stats import EngineStats, RequestRecord
+from .http_metrics import HttpMetrics
+from .metric_tables import (
+    COUNTERS,
+    GAUGES,
+    ITERATION_BUCKETS,
+    ITL_BUCKETS,
+    LATENCY_BUCKETS,
+    N_BUCKETS,
+    PREEMPTION_BUCKETS,
+    TTFT_BUCKETS,
+    one_two_five,
+)
+
+ENGINE_INDEX = "0"
+_LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """The registry, and the :class:`~octavo.engine.stats.StatsSink` that fills it.
+
+    Histograms whose buckets end at the model's window, and ``vllm:cache_config_info``, appear once
+    the engine is ready.
+    """
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self.http = HttpMetrics(self.registry)
+        self._engine = engine
+        self._values = (model_name, ENGINE_INDEX)
+        self._last = EngineStats()
+        self._gauges = [(self._gauge(name, text), read) for name, text, read in GAUGES]
+        self._counters = [(self._counter(name, text), read) for name, text, read in COUNTERS]
+        self._make_labelled()
+        self._make_latencies()
+        self._lengths: dict[str, Histogram] | None = None
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        self._ready_lengths()
+        return generate_latest(self.registry)
+
+    # StatsSink
+
+    def record_step(self, stats: EngineStats, num_step_tokens: int) -> None:
+        self._iteration_tokens.observe(num_step_tokens)
+        self.record_stats(stats)
+
+    def record_stats(self, stats: EngineStats) -> None:
+        last = self._last if stats.epoch == self._last.epoch else EngineStats(epoch=stats.epoch)
+        for gauge, read in self._gauges:
+            gauge.set(read(stats))
+        for counter, count in self._counters:
+            _increase(counter, count(stats) - count(last))
+        cached = stats.prefix_cache_hits - last.prefix_cache_hits
+        computed = stats.num_prompt_tokens - last.num_prompt_tokens - cached
+        _increase(self._by_source["local_cache_hit"], cached)
+        _increase(self._by_source["local_compute"], computed)
+        self._waiting_by_reason["capacity"].set(stats.num_waiting)
+        self._last = stats
+
+    def record_first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+
+    def record_inter_token(self, itl_s: float) -> None:
+        self._itl.observe(itl_s)
+
+    def record_finished(self, record: RequestRecord) -> None:
+        self._success[record.finish_reason].inc()
+        self._params_n.observe(record.n)
+        self._num_preemptions.observe(record.num_preemptions)
+        self._observe_times(record)
+        lengths = self._ready_lengths()
+        if lengths is not None:
+            _observe_lengths(lengths, record)
+
+    def _observe_times(self, record: RequestRecord) -> None:
+        """A time that never came to be (aborted in the queue, say) is not observed."""
+        self._e2e.observe(record.e2e_s)
+        for histogram, value in (
+            (self._queue, record.queue_s),
+            (self._prefill, record.prefill_s),
+            (self._decode, record.decode_s),
+            (self._inference, record.inference_s),
+        ):
+            if value is not None:
+                histogram.observe(value)
+        num_intervals = record.max_num_generation_tokens - 1
+        if record.decode_s is not None and num_intervals > 0:
+            self._tpot.observe(record.decode_s / num_intervals)
+
+    # Construction
+
+    def _make_labelled(self) -> None:
+        success = self._labelled_counter(
+            "vllm:request_success", "Finished requests.", "finished_reason"
+        )
+        reasons = (*FinishReason, "repetition")
+        self._success = {reason: success(str(reason)) for reason in reasons}
+        sources = self._labelled_counter(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source"
+        )
+        names = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        self._by_source = {name: sources(name) for name in names}
+        waiting = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Waiting requests by what they wait for.",
+            (*_LABELS, "reason"),
+            registry=self.registry,
+        )
+        self._waiting_by_reason = {
+            reason: waiting.labels(*self._values, reason) for reason in ("capacity", "deferred")
+        }
+
+    def _make_latencies(self) -> None:
+        make = self._histogram
+        self._ttft = make(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
+        )
+        self._itl = make(
+            "vllm:inter_token_latency_seconds", "Time between two tokens.", ITL_BUCKETS
+        )
+        self._tpot = make(
+            "vllm:request_time_per_output_token_seconds",
+            "A request's mean time between two tokens.",
+            ITL_BUCKETS,
+        )
+        self._e2e = make(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+        )
+        self._queue = make(
+            "vllm:request_queue_time_seconds", "Arrival to first scheduled.", LATENCY_BUCKETS
+        )
+        self._prefill = make(
+            "vllm:request_prefill_time_seconds", "Scheduled to first token.", LATENCY_BUCKETS
+        )
+        self._decode = make(
+            "vllm:request_decode_time_seconds", "First to last token.", LATENCY_BUCKETS
+        )
+        self._inference = make(
+            "vllm:request_inference_time_seconds", "Scheduled to last token.", LATENCY_BUCKETS
+        )
+        self._iteration_tokens = make(
+            "vllm:iteration_tokens_total", "Tokens of one engine step.", ITERATION_BUCKETS
+        )
+        self._params_n = make("vllm:request_params_n", "Answers asked for.", N_BUCKETS)
+        self._num_preemptions = make(
+            "vllm:request_num_preemptions", "Preemptions of one request.", PREEMPTION_BUCKETS
+        )
+
+    def _ready_lengths(self) -> dict[str, Histogram] | None:
+        """The histograms up to the model's window; ``None`` while it is not known."""
+        if self._lengths is None:
+            try:
+                info = self._engine.info
+            except EngineNotReadyError:
+                return None
+            self._lengths = self._make_lengths(info)
+            self._make_cache_info(info)
+        return self._lengths
+
+    def _make_lengths(self, info: EngineInfo) -> dict[str, Histogram]:
+        buckets = one_two_five(info.max_model_len)
+        texts = {
+            "prompt_tokens": "Prompt tokens of one request.",
+            "generation_tokens": "Tokens generated for one request.",
+            "max_num_generation_tokens": "Tokens of a request's longest answer.",
+            "params_max_tokens": "max_tokens of one request, where it was given.",
+            "prefill_kv_computed_tokens": "Prompt tokens of one request that were not cached.",
+        }
+        return {k: self._histogram(f"vllm:request_{k}", v, buckets) for k, v in texts.items()}
+
+    def _make_cache_info(self, info: EngineInfo) -> None:
+        num_tokens = info.num_blocks * info.block_size
+        num_blocks_each = math.ceil(info.max_model_len / info.block_size)
+        labels = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.dtype,
+            "enable_prefix_caching": "False",
+            "kv_cache_size_tokens": str(num_tokens),
+            "kv_cache_max_concurrency": f"{info.num_blocks / num_blocks_each:.2f}",
+            "engine": ENGINE_INDEX,
+        }
+        gauge = Gauge(
+            "vllm:cache_config_info", "The KV cache.", tuple(labels), registry=self.registry
+        )
+        gauge.labels(**labels).set(1)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, _LABELS, registry=self.registry).labels(*self._values)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, _LABELS, registry=self.registry).labels(*self._values)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, text, _LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(*self._values)
+
+    def _labelled_counter(self, name: str, text: str, label: str) -> Callable[[str], Counter]:
+        counter = Counter(name, text, (*_LABELS, label), registry=self.registry)
+        return lambda value: counter.labels(*self._values, value)
+
+
+def _increase(counter: Counter, difference: float) -> None:
+    if difference > 0:
+        counter.inc(difference)
+
+
+def _observe_lengths(lengths: dict[str, Histogram], record: RequestRecord) -> None:
+    computed = record.num_prompt_tokens - record.num_cached_tokens
+    lengths["prompt_tokens"].observe(record.num_prompt_tokens)
+    lengths["generation_tokens"].observe(record.num_generation_tokens)
+    lengths["max_num_generation_tokens"].observe(record.max_num_generation_tokens)
+    lengths["prefill_kv_computed_tokens"].observe(computed)
+    if record.max_tokens is not None:
+        lengths["params_max_tokens"].observe(record.max_tokens)

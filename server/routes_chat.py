@@ -1,0 +1,62 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..engine.errors import InvalidRequestError
+from .body import read_json
+from .chat_messages import chat_prompt
+from .context import Context
+from .fields import check_supported
+from .generation import Job, answer, request_id
+from .sampling import sampling_params
+from .schemas import ChatCompletionRequest, body_schema, parse
+from .wire import ChatWire
+
+# The template writes the special tokens of a chat.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
+
+
+def chat_router(context: Context) -> APIRouter:
+    """The route, over its collaborators."""
+    router = APIRouter(tags=["generation"])
+
+    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        """Answer a conversation, streamed or whole."""
+        arrival_time = time.monotonic()
+        context.check_accepting()
+        raw = await read_json(request)
+        check_supported(raw, _NEUTRAL)
+        body = parse(ChatCompletionRequest, raw)
+        context.unknown_fields.notice(raw, {*ChatCompletionRequest.model_fields, *_NEUTRAL})
+        context.check_model(body.model)
+        prompt = chat_prompt(body)
+        _check_template(context)
+        job = Job(
+            name=request_id(request),
+            prompts=[prompt],
+            sampling=sampling_params(body, context.engine.info.default_sampling, max_tokens=None),
+            is_streamed=bool(body.stream),
+            includes_usage=body.includes_usage,
+            arrival_time=arrival_time,
+        )
+        wire = ChatWire(f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage)
+        return await answer(context, request, job, wire)
+
+    return router
+
+
+def _check_template(context: Context) -> None:
+    if not context.engine.has_chat_template:
+        raise InvalidRequestError(
+            "The model has no chat template: use /v1/completions, or start octavo with "
+            "--chat-template.",
+            param="messages",
+        )

@@ -1,0 +1,52 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .body import read_json
+from .context import Context
+from .fields import check_supported
+from .generation import Job, answer, request_id
+from .prompts import parse_prompts
+from .sampling import sampling_params
+from .schemas import CompletionRequest, body_schema, parse
+from .wire import CompletionWire
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def completions_router(context: Context) -> APIRouter:
+    """The route, over its collaborators."""
+    router = APIRouter(tags=["generation"])
+
+    @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        """Continue one prompt or several, streamed or whole."""
+        arrival_time = time.monotonic()
+        context.check_accepting()
+        raw = await read_json(request)
+        check_supported(raw)
+        body = parse(CompletionRequest, raw)
+        context.unknown_fields.notice(raw, CompletionRequest.model_fields)
+        context.check_model(body.model)
+        prompts = parse_prompts(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+        defaults = context.engine.info.default_sampling
+        job = Job(
+            name=request_id(request),
+            prompts=prompts,
+            sampling=sampling_params(body, defaults, max_tokens=DEFAULT_MAX_TOKENS),
+            is_streamed=bool(body.stream),
+            includes_usage=body.includes_usage,
+            arrival_time=arrival_time,
+        )
+        wire = CompletionWire(f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage)
+        return await answer(context, request, job, wire)
+
+    return router

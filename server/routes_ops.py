@@ -1,0 +1,57 @@
+"""What operators and orchestrators ask: ``/health``, ``/ready``, ``/version``, ``/metrics``.
+
+``/health`` says whether the process should live, ``/ready`` whether it should get requests.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from .. import __version__
+from ..engine.errors import EngineDeadError, EngineNotReadyError
+from .context import Context
+from .errors import Failure, describe, json_response
+
+
+def ops_router(context: Context) -> APIRouter:
+    """The routes, over their collaborators."""
+    router = APIRouter(tags=["operations"])
+
+    @router.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        """200 while the engine lives or loads, 503 once it is dead."""
+        context.engine.check_alive()
+        return json_response({"status": "ok"})
+
+    @router.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> Response:
+        """200 when requests are accepted; 503 with the load's progress before."""
+        try:
+            context.check_accepting()
+        except (EngineNotReadyError, EngineDeadError) as error:
+            return _not_ready(context, describe(error))
+        return json_response({"status": "ready"})
+
+    @router.get("/version")
+    async def version() -> Response:
+        """octavo's version."""
+        return json_response({"version": __version__})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(context.metrics.render(), media_type=context.metrics.content_type)
+
+    return router
+
+
+def _not_ready(context: Context, failure: Failure) -> Response:
+    progress = context.engine.progress
+    content = {
+        "status": "stopping" if context.drain.is_draining else "not ready",
+        "stage": progress.stage,
+        "progress": round(progress.fraction, 3),
+        **failure.body(),
+    }
+    return json_response(content, status=failure.status, headers=failure.headers)

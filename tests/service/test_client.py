@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo.engine.api import (
+    ChatPrompt,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.config import EngineConfig
+from octavo.engine.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    NotSupportedError,
+)
+from octavo.engine.service.client import EngineClient
+from octavo.engine.stats import EngineStats, RequestRecord
+
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.step_tokens: list[int] = []
+        self.ttft: list[float] = []
+        self.itl: list[float] = []
+        self.records: list[RequestRecord] = []
+        self.last: EngineStats | None = None
+
+    def record_step(self, stats: EngineStats, num_step_tokens: int) -> None:
+        self.step_tokens.append(num_step_tokens)
+        self.last = stats
+
+    def record_stats(self, stats: EngineStats) -> None:
+        self.last = stats
+
+    def record_first_token(self, ttft_s: float) -> None:
+        self.ttft.append(ttft_s)
+
+    def record_inter_token(self, itl_s: float) -> None:
+        self.itl.append(itl_s)
+
+    def record_finished(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+
+@asynccontextmanager
+async def running(model: Path, mode: str = "none", **options: Any) -> AsyncIterator[EngineClient]:
+    config = EngineConfig.from_options({"model": str(model), **options})
+    command = [sys.executable, "-P", str(FAKE_ENGINE), mode]
+    client = EngineClient(config, open_checkpoint(model), command, "warning")
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
+def is_ready(client: EngineClient) -> bool:
+    try:
+        client.check_ready()
+    except EngineNotReadyError:
+        return False
+    return True
+
+
+def request(
+    request_id: str, token_ids: list[int], max_tokens: int | None = 4, **params: Any
+) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return GenerationRequest(request_id, TokensPrompt(token_ids), sampling, time.monotonic())
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 60))  # type: ignore[arg-type]
+
+
+async def collect(stream: Any) -> tuple[list[int], str, Any]:
+    ids: list[int] = []
+    text = ""
+    last = None
+    async for output in stream:
+        for delta in output.outputs:
+            ids += delta.token_ids
+            text += delta.text
+            last = delta
+    return ids, text, last
+
+
+def test_tokens_arrive_in_order_and_the_engine_goes_idle(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            streams = await client.submit([request(f"r{i}", [i, i + 1], 5) for i in range(10)])
+            results = await asyncio.gather(*map(collect, streams))
+            for i, (ids, _, last) in enumerate(results):
+                assert ids == [i + 2, i + 3, i + 4, i + 5, i + 6]
+                assert last.finish_reason is FinishReason.LENGTH
+            await until(lambda: sink.last is not None and sink.last.num_running == 0)
+            assert sink.last is not None
+            assert sink.last.num_used_blocks == 0
+            assert len(sink.ttft) == 10
+            assert len(sink.itl) == 40
+            assert sum(sink.step_tokens) == 10 * (2 + 5)
+            assert {record.finish_reason for record in sink.records} == {FinishReason.LENGTH}
+            assert all(r.queue_s is not None and r.queue_s >= 0 for r in sink.records)
+
+    play(scene)
+
+
+def test_nothing_is_accepted_before_ready_and_start_does_not_wait(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "stuck") as client:
+            with pytest.raises(EngineNotReadyError):
+                await client.submit([request("a", [1])])
+            await until(lambda: client.progress.stage == "loading")
+            client.check_alive()
+
+    play(scene)
+
+
+def test_abort_frees_the_blocks_within_a_step(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            (stream,) = await client.submit([request("a", [1, 2], 400)])
+            await stream.__anext__()
+            stream.abort()
+            stream.abort()
+            ids, _, last = await collect(stream)
+            assert last.finish_reason is FinishReason.ABORT
+            assert len(ids) < 100
+            await until(lambda: sink.last is not None and sink.last.num_used_blocks == 0, 1.0)
+            num_tokens = sink.last.num_generation_tokens if sink.last else 0
+            await asyncio.sleep(0.2)
+            assert sink.last is not None
+            assert sink.last.num_generation_tokens == num_tokens
+            assert [record.finish_reason for record in sink.records] == [FinishReason.ABORT]
+
+    play(scene)
+
+
+def test_slow_reader_gets_everything_merged(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            (stream,) = await client.submit([request("a", [64], 60)])
+            await asyncio.sleep(1.0)
+            outputs = [output async for output in stream]
+            assert len(outputs) == 1
+            assert outputs[0].outputs[0].token_ids == list(range(65, 125))
+            assert outputs[0].finished
+
+    play(scene)
+
+
+def test_stop_string_ends_the_request_in_the_engine_too(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            tokenizer = client._tokenizer
+            assert tokenizer is not None
+            first = tokenizer.encode("A")[0]
+            (stream,) = await client.submit([request("a", [first], 400, stop=("EFG",))])
+            _, text, last = await collect(stream)
+            assert text == "BCD"
+            assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "EFG")
+            await until(lambda: sink.last is not None and sink.last.num_used_blocks == 0, 1.0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        (TokensPrompt([]), {}, "prompt"),
+        (TextPrompt(""), {}, "prompt"),
+        (TokensPrompt([259]), {}, "prompt"),
+        (TokensPrompt([-1]), {}, "prompt"),
+        (TokensPrompt([1] * 512), {}, "prompt"),
+        (TextPrompt("x" * 600), {}, "prompt"),
+        (TextPrompt("x" * 10_000_000), {}, "prompt"),
+        (TokensPrompt([1]), {"max_tokens": 513}, "max_tokens"),
+        (TokensPrompt([1]), {"max_tokens": 0}, "max_tokens"),
+        (TokensPrompt([1]), {"stop_token_ids": (259,)}, "stop_token_ids"),
+        (TokensPrompt([1]), {"logit_bias": {259: 1.0}}, "logit_bias"),
+        (TokensPrompt([1]), {"n": 2}, "n"),
+        (TokensPrompt([1]), {"logprobs": 1}, "logprobs"),
+        (TokensPrompt([1]), {"use_beam_search": True}, "use_beam_search"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name_and_cost_nothing(
+    tiny_model: Path, prompt: Any, params: dict[str, Any], param: str
+) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            sampling = SamplingParams(**{"max_tokens": 4, **params})
+            bad = GenerationRequest("bad", prompt, sampling, time.monotonic())
+            with pytest.raises(InvalidRequestError) as refusal:
+                await client.submit([request("good", [1]), bad])
+            assert refusal.value.param == param
+            stats = client.stats()
+            assert stats is None or stats.num_steps == 0
+            (stream,) = await client.submit([request("good", [1])])
+            assert (await collect(stream))[0] == [2, 3, 4, 5]
+
+    play(scene)
+
+
+def test_what_cannot_fit_the_pool_is_refused_with_numbers(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, num_gpu_blocks_override=4) as client:
+            await until(lambda: is_ready(client))
+            with pytest.raises(InvalidRequestError, match="5 KV blocks of 16 tokens; there are 4"):
+                await client.submit([request("a", [1] * 50, 20)])
+            (stream,) = await client.submit([request("b", [1] * 50, None)])
+            ids, _, last = await collect(stream)
+            assert len(ids) == 14
+            assert last.finish_reason is FinishReason.LENGTH
+
+    play(scene)
+
+
+def test_chat_is_rendered_by_the_model_template(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            assert client.has_chat_template
+            prompt = ChatPrompt([{"role": "user", "content": "hi"}])
+            chat = GenerationRequest("a", prompt, SamplingParams(max_tokens=1), time.monotonic())
+            (stream,) = await client.submit([chat])
+            (output,) = [output async for output in stream]
+            assert output.prompt == "<|start|>user: hi<|stop|><|start|>assistant: "
+            assert 257 in output.prompt_token_ids
+
+    play(scene)
+
+
+def test_not_supported_is_an_invalid_request() -> None:
+    assert issubclass(NotSupportedError, InvalidRequestError)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [("crash", "ended with status 7"), ("raise", "the kernel broke")],
+)
+def test_a_dead_engine_is_told_to_everyone_at_once(
+    tiny_model: Path, mode: str, reason: str
+) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, mode) as client:
+            await until(lambda: is_ready(client))
+            streams = await client.submit([request(f"r{i}", [i], 400) for i in range(3)])
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match=reason):
+                    await collect(stream)
+            await asyncio.wait_for(client.wait_dead(), 2)
+            with pytest.raises(EngineDeadError):
+                client.check_alive()
+            with pytest.raises(EngineDeadError):
+                await client.submit([request("late", [1])])
+
+    play(scene)
+
+
+def test_a_failed_load_says_why_in_its_own_words(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "unloadable") as client:
+            await asyncio.wait_for(client.wait_dead(), 10)
+            with pytest.raises(EngineDeadError, match=r"^--model: this cannot be loaded\.$"):
+                client.check_alive()
+
+    play(scene)
+
+
+def test_close_ends_streams_and_leaves_no_process_or_socket(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as client:
+            await until(lambda: is_ready(client))
+            (stream,) = await client.submit([request("a", [1], 400)])
+            await stream.__anext__()
+            pid, folder = client._process.pid, client._folder
+            assert folder.stat().st_mode & 0o777 == 0o700
+            await client.close()
+            _, _, last = await collect(stream)
+            assert last.finish_reason is FinishReason.ABORT
+            assert not psutil.pid_exists(pid)
+            assert not folder.exists()
+            with pytest.raises(EngineNotReadyError):
+                client.check_ready()
+
+    play(scene)
+
+
+def test_the_engine_ends_with_its_front_end(tiny_model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "front.py"
+    script.write_text(
+        f"""
+import asyncio, sys, os
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.config import EngineConfig
+from octavo.engine.service.client import EngineClient
+async def main():
+    config = EngineConfig.from_options(dict(model={str(tiny_model)!r}))
+    client = EngineClient(config, open_checkpoint(config.model.model),
+                          [sys.executable, {str(FAKE_ENGINE)!r}], "warning")
+    await client.start()
+    print(client._process.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    )
+    import subprocess
+
+    front = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    pid = int(front.stdout.readline())
+    assert psutil.pid_exists(pid)
+    front.kill()
+    front.wait()
+    deadline = time.monotonic() + 2
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_damaged_frames_are_dropped(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            client._socket.send(b"\x80\x04cos\nsystem\n.")
+            client._socket.send(os.urandom(64))
+            (stream,) = await client.submit([request("a", [1])])
+            assert (await collect(stream))[0] == [2, 3, 4, 5]
+
+    play(scene)
