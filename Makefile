@@ -45,8 +45,9 @@ fmt: $(DEV)  ## Format, and mend what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(DEV)  ## Run the benchmarks; see benchmarks/README.md
-	$(BIN)/python benchmarks/run.py $(ARGS)
+bench: $(DEV)  ## Time scheduling alone, then a server that is started for it; ARGS go to the latter
+	$(BIN)/python benchmarks/scheduler_step.py
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/serve.py --start "$(BIN)/octavo serve --port {port}" $(ARGS)
 
 docs: $(DEV)  ## Write the pages that are generated from the code
 	$(BIN)/python docs/generate.py

@@ -13,6 +13,7 @@ from prometheus_client import Metric
 from octavo.engine.api import Engine
 from octavo.engine.config import all_options, default_text, flag_of
 from octavo.server.metrics import Metrics
+from octavo.server.presets import preset_names
 
 HERE = Path(__file__).resolve().parent
 
@@ -25,11 +26,12 @@ Every option is a flag of `octavo serve`, a key of a preset and, but for the sec
 of `octavo.LLM`. A flag beats a preset, a preset beats a default:
 
 ```bash
-octavo serve --config configs/cpu-small.yaml --max-num-seqs 32
+octavo serve path/to/model --config cpu-small --max-num-seqs 32
 ```
 
-A preset is a YAML mapping whose keys are the flags without the leading dashes (`max-num-seqs: 32`;
-underscores do too). An unknown key or a wrong value ends the start with one sentence that names it.
+`--config` takes a YAML file, or the name of a preset that comes with octavo ({presets}). Its keys are the
+flags without the leading dashes (`max-num-seqs: 32`; underscores do too). An unknown key or a wrong value
+ends the start with one sentence that names it. The model may be given without `--model`, as above.
 
 Sizes take the suffixes `k`, `m`, `g` (powers of 1000) and `ki`, `mi`, `gi` (powers of 1024), with or
 without a final `b`: `--kv-cache-memory-bytes 2GiB`, `--max-model-len 4Ki`.
@@ -39,7 +41,8 @@ without a final `b`: `--kv-cache-memory-bytes 2GiB`, `--max-model-len 4Ki`.
 
 def render_configuration() -> str:
     """The text of ``configuration.md``."""
-    parts = [_CONFIGURATION_HEAD]
+    presets = ", ".join(f"`{name}`" for name in preset_names())
+    parts = [_CONFIGURATION_HEAD.replace("{presets}", presets)]
     for section, options in groupby(all_options(), key=lambda pair: pair[0]):
         rows = "".join(_row(option_field) for _, option_field in options)
         parts.append(

@@ -1,11 +1,16 @@
-"""Writes a step's keys and values to their slots."""
+"""A layer's keys and values in the default layout: their memory, and writes to their slots."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .ops import KVCacheSpec, LayerKVCache
+
+_ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +40,22 @@ def plan_store(slot_mapping: Tensor, block_size: int) -> StorePlan:
         slots = slot_mapping.index_select(0, tokens)
     started = torch.div(slots[slots % block_size == 0], block_size, rounding_mode="floor")
     return StorePlan(tokens, slots, started if len(started) else None)
+
+
+def allocate_kv_cache(spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
+    """``[num_blocks, block_size, num_kv_heads, head_dim]`` zeros, for keys and for values."""
+    shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    if device.type == "cpu":
+        return LayerKVCache(_untouched_zeros(shape, spec), _untouched_zeros(shape, spec))
+    return LayerKVCache(
+        torch.zeros(shape, dtype=spec.dtype, device=device),
+        torch.zeros(shape, dtype=spec.dtype, device=device),
+    )
+
+
+def _untouched_zeros(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
+    """Zeros whose pages the kernel provides on first use; ``torch.zeros`` would write them all."""
+    num_bytes = spec.num_blocks * spec.block_bytes // 2
+    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_bytes]).view(spec.dtype).view(shape)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .kv_store import allocate_kv_cache
 from .ops import AttentionMetadata, KVCacheSpec, LayerKVCache, SamplingTensors
 from .philox import philox_uniform
 
@@ -62,11 +63,7 @@ class ReferenceOps:
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
-        shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return LayerKVCache(
-            torch.zeros(shape, dtype=spec.dtype, device=device),
-            torch.zeros(shape, dtype=spec.dtype, device=device),
-        )
+        return allocate_kv_cache(spec, device)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         block_size = cache.key.shape[1]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from . import torch_linear, torch_sampling
 from .attention_plan import AttentionGroup, plan_attention
-from .kv_store import StorePlan, plan_store
+from .kv_store import StorePlan, allocate_kv_cache, plan_store
 from .ops import AttentionMetadata, KVCacheSpec, LayerKVCache, SamplingTensors
 from .torch_attention import attend_group
 
@@ -94,11 +94,7 @@ class TorchOps:
         return heads[:, :num_q_heads], heads[:, num_q_heads:]
 
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
-        shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return LayerKVCache(
-            torch.zeros(shape, dtype=spec.dtype, device=device),
-            torch.zeros(shape, dtype=spec.dtype, device=device),
-        )
+        return allocate_kv_cache(spec, device)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         block_size = cache.key.shape[1]

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import Ops
-from ..api import SamplingParams
 from ..models.model import Model
-from ..step import NewRow, ScheduledRow, StepHandle, StepPlan, StepResult
+from ..step import ScheduledRow, StepHandle, StepPlan, StepResult
 from .errors import ExecutionError
+from .host_memory import keep_freed_memory
 from .inputs import StepInputs, build_inputs
 from .rows import RowTable
 from .sampler import SampledRow, Sampler
-
-_WARM_UP_SEQ_ID = -1
+from .warm_up import cleanup_step, largest_step
 
 
 class ModelRunner:
@@ -39,6 +38,7 @@ class ModelRunner:
         self._ops = ops
         self._device = device
         self._num_blocks = num_blocks
+        self._max_model_len = max_model_len
         spec = model.kv_cache_spec(num_blocks, block_size)
         self._kv_caches = [ops.allocate_kv_cache(spec, device) for _ in range(model.num_layers)]
         self._table = RowTable(
@@ -51,6 +51,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(ops, self._table)
         self._pending: _Step | None = None
+        keep_freed_memory()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step: on a CPU the model has run when this returns, on a GPU it is under way.
@@ -70,25 +71,21 @@ class ModelRunner:
         self._pending = _Step(self, plan, logits)
         return self._pending
 
-    def warm_up(self, max_num_batched_tokens: int) -> None:
-        """Run a step of ``max_num_batched_tokens`` tokens and one of a single token.
+    def warm_up(self, max_num_batched_tokens: int, num_rows: int = 1) -> None:
+        """Run a step of that many tokens in ``num_rows`` rows, as far as the pool holds them.
 
         Memory is allocated and kernels are chosen here rather than in the first request. Leaves no
         trace but what it wrote to blocks that nobody owns.
         """
-        block_size = self._table.block_size
-        room = min(self._num_blocks * block_size, self._table.tokens.shape[1] - 1)
-        num_tokens = max(1, min(max_num_batched_tokens, room - 1))
-        blocks = (list(range(-(-min(num_tokens + 1, room) // block_size))),)
-        new = NewRow(_WARM_UP_SEQ_ID, [0] * num_tokens, (), SamplingParams(), 0)
-        prefill = ScheduledRow(_WARM_UP_SEQ_ID, 0, num_tokens, 1, blocks, 0)
-        self.submit(StepPlan(-1, new_rows=(new,), rows=(prefill,))).result()
-        if num_tokens < room:
-            decode = ScheduledRow(
-                _WARM_UP_SEQ_ID, num_tokens, 1, 0, blocks, 0, appended_token_ids=()
-            )
-            self.submit(StepPlan(-1, rows=(decode,))).result()
-        self.submit(StepPlan(-1, removed_seq_ids=(_WARM_UP_SEQ_ID,))).result()
+        step = largest_step(
+            max_num_batched_tokens,
+            num_rows,
+            block_size=self._table.block_size,
+            num_blocks=self._num_blocks,
+            max_model_len=self._max_model_len,
+        )
+        self.submit(step).result()
+        self.submit(cleanup_step(step)).result()
 
     def _forward(self, rows: tuple[ScheduledRow, ...]) -> Tensor | None:
         """Compute all rows; logits ``[num_sampled_rows, vocab_size]`` float32, if any row samples."""
@@ -172,5 +169,5 @@ def _refuse_unsupported(plan: StepPlan) -> None:
     for new in plan.new_rows:
         sampling = new.sampling
         for name in ("prompt_logprobs", "allowed_token_ids", "bad_words"):
-            if getattr(sampling, name):
+            if getattr(sampling, name) not in (None, ()):
                 raise ExecutionError(f"sequence {new.seq_id} wants {name}, which is not offered")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,10 @@ from octavo.kernels.torch_ops import TorchOps
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 UNWRITTEN = 1e4  # a slot that is read without having been written spoils the logits
-FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
 TINY: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -101,6 +106,72 @@ def _feed(model: Model, ops: Ops, token_ids: Sequence[int], chunks: Sequence[int
     return torch.cat(logits)
 
 
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def _gguf_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("model.layers."):
+        return f"{_GGUF_NAMES[module]}.{kind}"
+    index, _, rest = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{index}.{_GGUF_NAMES[rest]}.{kind}"
+
+
+def _permute(rows: Any, num_heads: int) -> Any:
+    """How llama.cpp's converter stores q and k."""
+    halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _write_gguf(model: Any, path: Path, type: str = "F32", **metadata: Any) -> None:
+    """Write a transformers Llama as GGUF and round the model's own weights to what was written."""
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([f"t{index}" for index in range(config.vocab_size)])
+    for key, value in metadata.items():
+        getattr(writer, f"add_{key}")(value)
+    kind = gguf.GGMLQuantizationType[type]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, parameter in model.named_parameters():
+        values, num_heads = parameter.detach().numpy(), heads.get(name.split(".")[-2])
+        stored = values if num_heads is None else _permute(values, num_heads)
+        if values.ndim == 1:
+            writer.add_tensor(_gguf_name(name), stored)
+            continue
+        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(stored, kind), raw_dtype=kind)
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        parameter.data.copy_(torch.from_numpy(rounded))
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _transformers_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([list(token_ids)])).logits[0]
@@ -112,6 +183,15 @@ def _assert_close(got: Tensor, expected: Tensor) -> None:
     assert got.dtype == torch.float32
     difference = (got - expected).abs().max().item()
     assert difference <= 1e-4 * expected.abs().max().item()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads and lose much where the processors are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -153,6 +233,15 @@ def save(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / "model"
 
     return save_model
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., None]:
+    """``write_gguf(model, path, type="F32", **metadata)``: metadata by GGUFWriter's ``add_`` names.
+
+    Matrices are stored as ``type``; the model's own are rounded to the values that were stored.
+    """
+    return _write_gguf
 
 
 @pytest.fixture(scope="session")

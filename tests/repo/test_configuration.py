@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,24 @@ PRESETS = sorted(CONFIGS.glob("*.yaml"))
 
 
 @pytest.fixture
-def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What ``octavo serve --help`` prints, each option on one line."""
+def help_entries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, str]:
+    """What ``octavo serve --help`` prints for each flag, on one line."""
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as end:
         main(["serve", "--help"])
     assert end.value.code == 0
-    return capsys.readouterr().out
+    entries = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+    return {re.split(r"[ ,]", entry)[0]: " ".join(entry.split()) for entry in entries}
 
 
-def test_help_says_unit_and_default_of_every_flag(help_text: str) -> None:
-    lines = [" ".join(line.split()) for line in help_text.splitlines()]
+def test_help_says_unit_and_default_of_every_flag(help_entries: dict[str, str]) -> None:
     for option_field in OPTIONS:
-        flag = flag_of(option_field.name)
-        shown = [line for line in lines if line.split(" ")[0].rstrip(",") == flag]
-        assert len(shown) == 1, flag
-        assert f"Default: {default_text(option_field)}" in shown[0]
-        assert option_field.metadata["help"] in shown[0]
-        assert (option_field.metadata["unit"] or "") in shown[0]
+        entry = help_entries[flag_of(option_field.name)]
+        assert f"Default: {default_text(option_field)}" in entry
+        assert option_field.metadata["help"] in entry
+        assert (option_field.metadata["unit"] or "") in entry
 
 
 def test_no_option_is_declared_twice() -> None:

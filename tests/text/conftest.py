@@ -15,15 +15,15 @@ from octavo.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox, isn't it? It's 12345 times quicker than 3.14 dogs!\n\n1. Don't stop.",
-    "naïve café déjà-vu — “quoted” … 你好，世界 Привет мир 🌶🌶 12½",
+    "naïve café déjà-vu — “quoted” … 你好、世界 Привет мир 🌶🌶 12½",
     "def f(x):\n    return x  # twice\n\n\n\tend HTTPServer getURL AbC",
 ] * 20
 
-SENTENCEPIECE_WORDS = (
-    "t h e a n i o s r \u2581 \u2581t he \u2581the \u2581a an in on is er re \u2581an \u2581in th "
-    "\u2581th \u2581\u2581 \u2581\u2581\u2581\u2581 ea eas sea \u2581s \u2581sea sh \u2581ship h\u2581 aba ab ba b p ip "
-    "hip 1 2 12 é"
-).split()
+SENTENCEPIECE_WORDS = [
+    *("t", "h", "e", "a", "n", "i", "o", "s", "r", "▁", "▁t", "he", "▁the", "▁a", "an", "in"),
+    *("on", "is", "er", "re", "▁an", "▁in", "th", "▁th", "▁▁", "▁▁▁▁", "ea", "eas", "sea", "▁s"),
+    *("▁sea", "sh", "▁ship", "h▁", "aba", "ab", "ba", "b", "p", "ip", "hip", "1", "2", "12", "é"),
+]  # from the best score to the worst
 
 
 @pytest.fixture(scope="session")

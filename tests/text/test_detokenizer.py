@@ -75,7 +75,9 @@ def test_joined_deltas_equal_the_librarys_decode_sentencepiece(
 ) -> None:
     """Where a run of byte tokens is broken as a whole, the library marks its whole characters too;
     SentencePiece, which octavo follows, keeps them. So such runs are made of stray bytes only."""
-    stray = [3 + 0x80 + token_id % 0x40 if 3 <= token_id < 259 else token_id for token_id in token_ids]
+    stray = [
+        3 + 0x80 + token_id % 0x40 if 3 <= token_id < 259 else token_id for token_id in token_ids
+    ]
     deltas = stream(
         Detokenizer(sentencepiece, skip_special_tokens=skips), iter([[i] for i in stray])
     )

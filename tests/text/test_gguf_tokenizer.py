@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import regex
+import regex  # type: ignore[import-untyped]
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ ORACLES = {
 }
 
 texts = st.text(
-    st.sampled_from("aebtsTHE'’ \n\r\t\u00a0\u30000123½²x.,!-/<>$`é好🌶़\u0301ǅ")
+    st.sampled_from("aebtsTHE'\u2019 \n\r\t\u00a0\u30000123½²x.,!-/<>$`é好🌶़\u0301ǅ")
     | st.characters(exclude_categories=("Cs", "Cn", "Co")),
     max_size=40,
 )
@@ -72,16 +73,16 @@ def split_once(text: str, pattern: str) -> list[str]:
     for match in regex.finditer(pattern, text):
         edges |= set(match.span())
     ends = sorted(edges)
-    return [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(ends)]
 
 
 def merge_by_rank(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
     parts = [CHAR_OF_BYTE[byte] for byte in word.encode()]
     while True:
-        ranked = [(ranks.get(pair, 1 << 60), at) for at, pair in enumerate(zip(parts, parts[1:]))]  # noqa: B905
-        rank, at = min(ranked, default=(1 << 60, 0))
-        if rank == 1 << 60:
+        known = [(ranks[pair], at) for at, pair in enumerate(pairwise(parts)) if pair in ranks]
+        if not known:
             return parts
+        at = min(known)[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
@@ -119,7 +120,7 @@ def test_smollm_vocabulary(smollm: Tokenizer) -> None:
     assert smollm.special_token_ids == frozenset(range(17))
     assert (smollm.bos_token, smollm.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert smollm.first_invalid_id(range(49152)) is None
-    broken = [i for i in range(49152) if "\ufffd" in smollm.token_text(i)]
+    broken = [i for i in range(49152) if smollm.token_bytes(i) != smollm.token_text(i).encode()]
     assert len(broken) == 313
     assert smollm.token_bytes(10813) == b"\xf0\x9f"
     assert smollm.token_bytes(2) == b"<|im_end|>"
@@ -157,7 +158,10 @@ def test_every_rule_equals_its_slow_oracle(byte_level_metadata: dict[str, Any], 
     @settings(max_examples=60, deadline=None)
     @given(text=texts)
     def check(text: str) -> None:
-        words = ["".join(map(CHAR_OF_BYTE.get, word.encode())) for word in split(text, ORACLES[pre])]  # type: ignore[arg-type]
+        words = [
+            "".join(CHAR_OF_BYTE[byte] for byte in word.encode())
+            for word in split(text, ORACLES[pre])
+        ]
         assert [word for word, _ in splits.pre_tokenize_str(text)] == words
         if not has_whole_words:
             assert tokenizer.encode(text) == encode_slowly(metadata, ORACLES[pre], text)
@@ -194,7 +198,7 @@ def merge_by_score(text: str, metadata: dict[str, Any]) -> list[int]:
     }
     parts = list(METASPACE + text.replace(" ", METASPACE)) if text else []
     while True:
-        joined = [left + right for left, right in zip(parts, parts[1:], strict=False)]
+        joined = [left + right for left, right in pairwise(parts)]
         best = [(-scores[part], at) for at, part in enumerate(joined) if part in scores]
         if not best:
             break
@@ -258,7 +262,10 @@ def test_the_beginning_token(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre": "martian"}, "tokenizer.ggml.pre 'martian', which octavo does not know. Known: .*qwen2"),
+        (
+            {"pre": "martian"},
+            "tokenizer.ggml.pre 'martian', which octavo does not know. Known: .*qwen2",
+        ),
         ({"pre": None}, "no tokenizer.ggml.pre"),
         ({"model": "bert"}, "kind 'bert'"),
         ({"model": None}, "no tokenizer.ggml.model"),

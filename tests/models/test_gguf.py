@@ -1,0 +1,164 @@
+"""GGUF files written by the gguf package give the logits of the transformers model they came from."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.gguf_file import GGUFFile
+from octavo.engine.models.dequantize import CHUNK_NUMBERS, dequantize
+from octavo.engine.models.weights_gguf import unpermute
+from octavo.kernels.ops import Ops
+from octavo.kernels.reference import ReferenceOps
+
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+TOKENS = torch.randint(0, 96, (45,), generator=torch.Generator().manual_seed(3)).tolist()
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_logits_of_every_tensor_type(
+    type: str,
+    tmp_path: Path,
+    make_tiny: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    load: Callable[..., Any],
+    feed: Callable[..., Any],
+    transformers_logits: Callable[..., Any],
+    assert_close: Callable[..., None],
+    ops: Ops,
+) -> None:
+    theirs = make_tiny()
+    write_gguf(theirs, tmp_path / "model.gguf", type)
+    ours = load(tmp_path / "model.gguf", ops)
+    assert_close(feed(ours, ops, TOKENS, [7]), transformers_logits(theirs, TOKENS))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"tie_word_embeddings": True}, id="tied"),
+        pytest.param({"attention_bias": True, "mlp_bias": True}, id="biases"),
+        pytest.param({"num_key_value_heads": 4}, id="multi-head"),
+        pytest.param({"head_dim": 32}, id="head-dim-of-its-own"),
+        pytest.param({"rope_parameters": LLAMA3_ROPE}, id="rope-factors"),
+    ],
+)
+def test_logits_of_every_shape(
+    changes: dict[str, Any],
+    tmp_path: Path,
+    make_tiny: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    load: Callable[..., Any],
+    feed: Callable[..., Any],
+    transformers_logits: Callable[..., Any],
+    assert_close: Callable[..., None],
+) -> None:
+    theirs, ops = make_tiny(**changes), ReferenceOps()
+    write_gguf(theirs, tmp_path / "model.gguf")
+    ours = load(tmp_path / "model.gguf", ops)
+    assert_close(feed(ours, ops, TOKENS, [len(TOKENS)]), transformers_logits(theirs, TOKENS))
+
+
+def test_linear_rope_scaling_and_window_are_read(
+    tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    write_gguf(
+        make_tiny(),
+        tmp_path / "model.gguf",
+        rope_scaling_type=gguf.RopeScalingType.LINEAR,
+        rope_scaling_factor=4.0,
+        sliding_window=24,
+    )
+    spec = open_checkpoint(tmp_path / "model.gguf").spec
+    assert spec.rope.scaling == {"rope_type": "linear", "factor": 4.0}
+    assert spec.sliding_window == 24
+
+
+def test_everything_around_the_weights_is_read(
+    tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    write_gguf(
+        make_tiny(),
+        tmp_path / "model.gguf",
+        "Q4_1",
+        bos_token_id=1,
+        eos_token_id=2,
+        eot_token_id=5,
+        chat_template="{{ messages }}",
+        vocab_size=96,
+    )
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    assert checkpoint.kind == "gguf"
+    assert checkpoint.eos_token_ids == (2, 5)
+    assert checkpoint.bos_token_id == 1
+    assert checkpoint.chat_template == "{{ messages }}"
+    assert checkpoint.spec.quantization == "Q4_1"
+    assert checkpoint.spec.is_quantized
+    assert not checkpoint.spec.tie_word_embeddings
+
+
+@pytest.mark.parametrize(("type", "dtype"), [("F32", "float32"), ("F16", "float16")])
+def test_unquantized_files_say_their_dtype(
+    type: str,
+    dtype: str,
+    tmp_path: Path,
+    make_tiny: Callable[..., Any],
+    write_gguf: Callable[..., None],
+) -> None:
+    write_gguf(make_tiny(), tmp_path / "model.gguf", type)
+    spec = open_checkpoint(tmp_path / "model.gguf").spec
+    assert (spec.dtype, spec.is_quantized, spec.quantization) == (dtype, False, None)
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_dequantize_equals_the_gguf_package(type: str) -> None:
+    """Over more than one chunk, bit for bit."""
+    kind = gguf.GGMLQuantizationType[type]
+    values = np.random.default_rng(5).normal(size=(5, CHUNK_NUMBERS // 2)).astype(np.float32)
+    stored = gguf.quants.quantize(values, kind)
+    ours = dequantize(torch.from_numpy(stored.view(np.uint8).ravel()), type, torch.float32)
+    theirs = gguf.quants.dequantize(stored, kind).ravel()
+    assert np.array_equal(ours.numpy(), theirs)
+
+
+def test_dequantize_rounds_once_to_the_wanted_type() -> None:
+    block = struct.pack("<e", 0.25) + bytes(range(32))
+    data = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+    got = dequantize(data, "Q8_0", torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    assert got.tolist() == [0.25 * number for number in range(32)]
+
+
+def test_unpermute_puts_neighbours_into_halves() -> None:
+    rows = torch.tensor([0, 10, 1, 11, 2, 12, 100, 110, 101, 111, 102, 112])
+    expected = [0, 1, 2, 10, 11, 12, 100, 101, 102, 110, 111, 112]
+    assert unpermute(rows, 2).tolist() == expected
+    assert unpermute(rows[:, None], 2).flatten().tolist() == expected
+
+
+def test_read_gives_private_bytes(
+    tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_tiny(), path)
+    file, before = GGUFFile.open(path), path.read_bytes()
+    data = file.read("output_norm.weight")
+    assert data.nbytes == file.tensors["output_norm.weight"].num_bytes == 64 * 4
+    data[:] = 0
+    assert path.read_bytes() == before

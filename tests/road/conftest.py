@@ -1,0 +1,159 @@
+"""The whole road with the embedded model: a server process, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.engine.checkpoint.checkpoint import find_embedded_model, open_checkpoint
+from octavo.engine.text.tokenizer import Tokenizer, load_tokenizer
+
+SUBJECTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):",
+    "Water boils at",
+    "1, 2, 3, 4, 5,",
+    "The quick brown fox",
+    "To be, or not to be",
+    "Dear Sir or Madam,",
+    "In 1969, the first humans",
+    "A list of fruit:\n\n1. apples\n2.",
+    "Photosynthesis is the process by which",
+    "import numpy as np\n",
+    "The three laws of motion are",
+    "Yesterday I went to the market and",
+    "Q: What is the largest planet?\nA:",
+    "Roses are red,",
+    "She opened the letter slowly and",
+    "The recipe needs two eggs,",
+    "An octavo is a sheet",
+    "Paris, London, Berlin,",
+]
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    path = find_embedded_model()
+    if path is None:
+        pytest.skip("needs the embedded model")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path: Path) -> Tokenizer:
+    return load_tokenizer(open_checkpoint(model_path))
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Twenty prompts of 3 to about 120 tokens."""
+    return [tokenizer.encode(text * (1 + i % 4 * 3)) for i, text in enumerate(SUBJECTS)]
+
+
+@pytest.fixture(scope="session")
+def expected(model_path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers makes of the prompts: greedy, float32, 64 tokens, each alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path.parent, gguf_file=model_path.name, dtype=torch.float32
+    ).eval()
+    outputs = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+class Server:
+    """A running ``octavo serve``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry ``labels``."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def wait_idle(self, timeout_s: float = 20) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (
+            self.metric("vllm:num_requests_running")
+            or self.metric("vllm:num_requests_waiting")
+            or self.metric("octavo:kv_blocks_used")
+        ):
+            assert time.monotonic() < deadline, "the server does not become idle"
+            time.sleep(0.1)
+
+
+@contextmanager
+def serve(*flags: str, timeout_s: float = 90) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "octavo", "serve", "--port", str(port), *flags]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert process.poll() is None, "the server ended while it was loading"
+            assert time.monotonic() < deadline, "the server did not become ready"
+            try:
+                if httpx.get(f"{url}/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        yield Server(process, url)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., Any]:
+    return serve
+
+
+@pytest.fixture(scope="session")
+def server(model_path: Path) -> Iterator[Server]:
+    """The embedded model with invariants checked after every step."""
+    with serve("--check-invariants", "--served-model-name", "smol", "alias") as running:
+        yield running
