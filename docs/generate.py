@@ -29,9 +29,10 @@ of `octavo.LLM`. A flag beats a preset, a preset beats a default:
 octavo serve path/to/model --config cpu-small --max-num-seqs 32
 ```
 
-`--config` takes a YAML file, or the name of a preset that comes with octavo ({presets}). Its keys are the
-flags without the leading dashes (`max-num-seqs: 32`; underscores do too). An unknown key or a wrong value
-ends the start with one sentence that names it. The model may be given without `--model`, as above.
+`--config` takes a YAML file, or the name of a preset that comes with octavo: {presets}.
+Its keys are the flags without the leading dashes (`max-num-seqs: 32`; underscores do too). An unknown key
+or a wrong value ends the start with one sentence that names it. The model may be given without `--model`,
+as above.
 
 Sizes take the suffixes `k`, `m`, `g` (powers of 1000) and `ki`, `mi`, `gi` (powers of 1024), with or
 without a final `b`: `--kv-cache-memory-bytes 2GiB`, `--max-model-len 4Ki`.

@@ -203,13 +203,14 @@ class SchedulerConfig(_Checked):
         least=1,
         default_text="512 on a CPU, 2048 on a GPU",
     )
-    max_num_seqs: int = option(
-        128,
-        "Sequences computed at the same time.",
+    max_num_seqs: int | None = option(
+        None,
+        "Sequences computed at the same time; at most --max-num-batched-tokens.",
         kind="int",
         unit="sequences",
         least=1,
         most=4096,
+        default_text="128, or --max-num-batched-tokens if that is less",
     )
     watermark: float = option(
         0.01,

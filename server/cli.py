@@ -113,7 +113,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         expected = re.match(r"argument (?:.*/)?(--[\w-]+): expected .*argument", message)
-        raise ConfigError(f"{expected[1]} needs a value." if expected else f"{message}.")
+        if expected:
+            raise ConfigError(f"{expected[1]} needs a value.")
+        raise ConfigError(f"{message.removesuffix('.')}.")
 
 
 def _command_parser() -> _Parser:
@@ -131,6 +133,7 @@ def serve_parser() -> argparse.ArgumentParser:
     """The parser of ``octavo serve``: every option of ``engine.config`` is a flag."""
     parser = _Parser(
         prog="octavo serve",
+        usage="octavo serve [MODEL] [flags]",
         description="Serve a model. A flag beats the --config file, which beats the default.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

@@ -19,13 +19,12 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ..engine.api import Engine, EngineInfo, FinishReason
 from ..engine.errors import EngineNotReadyError
 from ..engine.stats import EngineStats, RequestRecord
+from .exposition import CONTENT_TYPE, Exposition
 from .http_metrics import HttpMetrics
 from .metric_tables import (
     COUNTERS,
@@ -50,11 +49,12 @@ class Metrics:
     the engine is ready.
     """
 
-    content_type = CONTENT_TYPE_LATEST
+    content_type = CONTENT_TYPE
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self._exposition = Exposition(self.registry)
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self.http = HttpMetrics(self.registry)
@@ -70,7 +70,7 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition."""
         self._ready_lengths()
-        return generate_latest(self.registry)
+        return self._exposition.render()
 
     # StatsSink
 

@@ -18,13 +18,15 @@ def ops_router(context: Context) -> APIRouter:
     """The routes, over their collaborators."""
     router = APIRouter(tags=["operations"])
 
-    @router.api_route("/health", methods=["GET", "HEAD"])
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
     async def health() -> Response:
         """200 while the engine lives or loads, 503 once it is dead."""
         context.engine.check_alive()
         return json_response({"status": "ok"})
 
-    @router.api_route("/ready", methods=["GET", "HEAD"])
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
     async def ready() -> Response:
         """200 when requests are accepted; 503 with the load's progress before."""
         try:

@@ -7,6 +7,7 @@ checked by ``SamplingParams``, which is the one place that knows them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -112,6 +113,7 @@ def parse(schema: type[Schema], body: Mapping[str, Any]) -> Schema:
     return parsed
 
 
+@cache
 def body_schema(schema: type[Wire]) -> dict[str, Any]:
     """The OpenAPI description of a route whose body is ``schema``."""
     content = {"application/json": {"schema": schema.model_json_schema()}}

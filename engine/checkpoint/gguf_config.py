@@ -14,8 +14,7 @@ import numpy as np
 from ..errors import CheckpointError
 from .fields import Fields
 from .gguf_file import QUANTIZED_TYPES, GGUFFile
-from .hf_config import DEFAULT_ROPE_THETA, check_spec
-from .spec import ModelSpec, RopeSpec
+from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_spec
 
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"

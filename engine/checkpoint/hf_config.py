@@ -10,13 +10,10 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .fields import Fields
-from .spec import SUPPORTED_ARCHITECTURES, ModelSpec, RopeSpec
+from .spec import DEFAULT_ROPE_THETA, SUPPORTED_ARCHITECTURES, ModelSpec, RopeSpec, check_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
-DEFAULT_ROPE_THETA = 10000.0
-MAX_LAYERS = 1024
-MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
 
 _ABSENT: dict[str, dict[str, int]] = {  # what transformers' config class takes for absent keys
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -61,32 +58,6 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     )
     check_spec(spec, where)
     return spec
-
-
-def check_spec(spec: ModelSpec, where: str) -> None:
-    """Whether the numbers fit each other.
-
-    Raises:
-        CheckpointError: they do not.
-    """
-    if spec.num_q_heads % spec.num_kv_heads:
-        raise CheckpointError(
-            f"{where}: {spec.num_q_heads} query heads cannot share {spec.num_kv_heads} key-value heads."
-        )
-    if spec.rope.rotary_dim % 2 or not 0 < spec.rope.rotary_dim <= spec.head_dim:
-        raise CheckpointError(
-            f"{where}: {spec.rope.rotary_dim} rotated numbers per head of {spec.head_dim}; "
-            "octavo needs an even count within the head."
-        )
-    if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
-        raise CheckpointError(
-            f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
-            f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
-        )
-    if spec.hidden_act != "silu":
-        raise CheckpointError(
-            f"{where}: hidden_act {spec.hidden_act} is not supported by {spec.architecture}; silu is."
-        )
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> str:

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import CheckpointError
+
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+DEFAULT_ROPE_THETA = 10000.0
+MAX_LAYERS = 1024
+MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,29 @@ class ModelSpec:
     dtype: str  # "float32", "bfloat16" or "float16": what the weights were saved in
     is_quantized: bool = False
     quantization: str | None = None  # the commonest quantised tensor type, e.g. "Q4_1"
+
+
+def check_spec(spec: ModelSpec, where: str) -> None:
+    """Whether the numbers fit each other.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    if spec.num_q_heads % spec.num_kv_heads:
+        raise CheckpointError(
+            f"{where}: {spec.num_q_heads} query heads cannot share {spec.num_kv_heads} key-value heads."
+        )
+    if spec.rope.rotary_dim % 2 or not 0 < spec.rope.rotary_dim <= spec.head_dim:
+        raise CheckpointError(
+            f"{where}: {spec.rope.rotary_dim} rotated numbers per head of {spec.head_dim}; "
+            "octavo needs an even count within the head."
+        )
+    if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
+            f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
+        )
+    if spec.hidden_act != "silu":
+        raise CheckpointError(
+            f"{where}: hidden_act {spec.hidden_act} is not supported by {spec.architecture}; silu is."
+        )

@@ -30,6 +30,9 @@ class Admitted(NamedTuple):
     new: NewRequest
     prompt: str | None  # the text, as given or rendered; None for token ids
     stop_strings_by_id: dict[int, str]  # stop strings that are one special token each
+    is_continuation: (
+        bool  # the output goes on in the prompt's text; an answer in a chat begins anew
+    )
 
 
 class Admission:
@@ -80,7 +83,7 @@ class Admission:
             request.cache_salt,
             request.resume,
         )
-        return Admitted(new, text, by_id)
+        return Admitted(new, text, by_id, not isinstance(request.prompt, ChatPrompt))
 
     # --- prompt ----------------------------------------------------------------------------------
 

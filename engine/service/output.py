@@ -22,7 +22,11 @@ class _SequenceState:
     def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
         sampling = admitted.new.sampling
         self.detokenizer = (
-            Detokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+            Detokenizer(
+                tokenizer,
+                skip_special_tokens=sampling.skip_special_tokens,
+                keep_leading_space=admitted.is_continuation,
+            )
             if sampling.detokenize
             else None
         )

@@ -125,17 +125,13 @@ class PagedBatch:
         """The textbook formula over contiguous keys and values, in float64 numpy."""
         outs = []
         for row, (seq_len, count) in enumerate(self.rows):
-            q, k, v = (
-                x[row].double().numpy() for x in (self.queries, self.keys, self.values)
-            )
+            q, k, v = (x[row].double().numpy() for x in (self.queries, self.keys, self.values))
             group = q.shape[1] // k.shape[1]
             k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
             scores = np.einsum("qhd,khd->hqk", q, k) * scale
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            distance = (
-                np.arange(seq_len - count, seq_len)[:, None] - np.arange(seq_len)[None, :]
-            )
+            distance = np.arange(seq_len - count, seq_len)[:, None] - np.arange(seq_len)[None, :]
             is_seen = distance >= 0
             if window is not None:
                 is_seen &= distance < window

@@ -63,6 +63,17 @@ def test_paths_named_in_the_pages_exist(root: Path) -> None:
     assert missing == []
 
 
+def test_make_targets_named_in_the_pages_exist(root: Path, tracked_files: list[str]) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        target
+        for page in tracked_files
+        if page.endswith(".md")
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", (root / page).read_text(), re.MULTILINE)
+    }
+    assert {"serve", "test", "check", "fmt", "docs"} <= named <= targets
+
+
 def test_decision_records_are_short_and_complete(root: Path) -> None:
     records = sorted((root / "docs" / "adr").glob("*.md"))
     assert [record.name[:4] for record in records] == [

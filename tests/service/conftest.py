@@ -29,7 +29,15 @@ def write_tokenizer(folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def write_model(folder: Path, *, window: int = 512, layers: int = 2, seed: int = 0) -> Path:
+def write_model(
+    folder: Path,
+    *,
+    window: int = 512,
+    layers: int = 2,
+    seed: int = 0,
+    nan_token: int | None = None,
+) -> Path:
+    """Write the folder. A prompt that holds ``nan_token`` makes the row's logits NaN."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab = write_tokenizer(folder)
     hidden, mlp, heads, kv_heads, dim = 32, 64, 4, 2, 8
@@ -46,7 +54,7 @@ def write_model(folder: Path, *, window: int = 512, layers: int = 2, seed: int =
         "max_position_embeddings": window,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": nan_token is None,
         "hidden_act": "silu",
         "torch_dtype": "float32",
         "eos_token_id": vocab - 3,
@@ -58,6 +66,9 @@ def write_model(folder: Path, *, window: int = 512, layers: int = 2, seed: int =
         return (rng.standard_normal(shape) * 0.3).astype(np.float32)
 
     tensors = {"model.embed_tokens.weight": weight(vocab, hidden)}
+    if nan_token is not None:
+        tensors["lm_head.weight"] = weight(vocab, hidden)
+        tensors["model.embed_tokens.weight"][nan_token] = np.nan
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         for name, shape in {
@@ -84,3 +95,9 @@ def write_model(folder: Path, *, window: int = 512, layers: int = 2, seed: int =
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def poisoned_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token 7 makes a row's logits NaN."""
+    return write_model(tmp_path_factory.mktemp("poisoned"), nan_token=7)

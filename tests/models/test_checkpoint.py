@@ -1,0 +1,144 @@
+"""What is read beside the weights: config spellings, end ids, templates, sampling defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from octavo.engine.checkpoint.hf_config import read_spec
+from octavo.engine.checkpoint.spec import SUPPORTED_ARCHITECTURES
+from octavo.engine.errors import CheckpointError
+from octavo.engine.models.registry import FAMILIES
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture
+def folder(make_tiny: Callable[..., Any], save: Callable[..., Path]) -> Path:
+    path = save(make_tiny())
+    edit(path, "config.json", eos_token_id=None)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    return path
+
+
+def edit(folder: Path, name: str, **changes: Any) -> Checkpoint | None:
+    path = folder / name
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | changes))
+    return None
+
+
+def test_the_registry_holds_what_checkpoints_accept() -> None:
+    assert tuple(FAMILIES) == SUPPORTED_ARCHITECTURES
+
+
+def test_absent_keys_take_the_defaults_of_the_config_class() -> None:
+    spec = read_spec(LLAMA, "config.json")
+    assert (spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps) == (4, 16, 1e-6)
+    assert (spec.rope.theta, spec.rope.rotary_dim, spec.rope.scaling) == (10000.0, 16, None)
+    assert (spec.max_position_embeddings, spec.sliding_window) == (2048, None)
+    assert (spec.tie_word_embeddings, spec.dtype) == (False, "float32")
+
+
+def test_absent_keys_of_mistral() -> None:
+    config = LLAMA | {"architectures": ["MistralForCausalLM"], "num_attention_heads": 8}
+    spec = read_spec(config, "config.json")
+    assert (spec.sliding_window, spec.num_kv_heads, spec.max_position_embeddings) == (
+        4096,
+        8,
+        131072,
+    )
+    assert read_spec(config | {"sliding_window": None}, "config.json").sliding_window is None
+
+
+@pytest.mark.parametrize(
+    "spelling", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}]
+)
+def test_both_spellings_of_dtype(spelling: dict[str, str]) -> None:
+    assert read_spec(LLAMA | spelling, "config.json").dtype == "bfloat16"
+
+
+def test_end_ids_are_the_union_of_all_sources(folder: Path) -> None:
+    edit(folder, "config.json", eos_token_id=3)
+    edit(folder, "generation_config.json", eos_token_id=[4, 3])
+    edit(
+        folder,
+        "tokenizer_config.json",
+        eos_token={"content": "<end>"},
+        added_tokens_decoder={"5": {"content": "<end>"}},
+    )
+    assert open_checkpoint(folder).eos_token_ids == (3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"added_tokens": [{"id": 9, "content": "<end>"}]},
+        {"added_tokens": [], "model": {"vocab": {"<end>": 9}}},
+    ],
+    ids=["added", "vocabulary"],
+)
+def test_the_end_token_is_looked_up_in_tokenizer_json(
+    folder: Path, tokenizer: dict[str, Any]
+) -> None:
+    edit(folder, "tokenizer_config.json", eos_token="<end>")
+    edit(folder, "tokenizer.json", **tokenizer)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.eos_token_ids == (9,)
+    assert checkpoint.tokenizer_path == folder / "tokenizer.json"
+
+
+def test_a_folder_without_extras_has_none(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.eos_token_ids == ()
+    assert checkpoint.chat_template is None
+    assert checkpoint.tokenizer_path is None
+    assert checkpoint.default_sampling == {}
+
+
+def test_the_template_file_beats_the_tokenizer_config(folder: Path) -> None:
+    edit(folder, "tokenizer_config.json", chat_template="from config")
+    assert open_checkpoint(folder).chat_template == "from config"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    edit(folder, "tokenizer_config.json", chat_template=named)
+    assert open_checkpoint(folder).chat_template == "plain"
+    (folder / "chat_template.jinja").write_text("from file")
+    assert open_checkpoint(folder).chat_template == "from file"
+
+
+def test_sampling_defaults(folder: Path) -> None:
+    values = {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+    edit(folder, "generation_config.json", **values, do_sample=True, max_new_tokens=5)
+    assert open_checkpoint(folder).default_sampling == values
+    edit(folder, "generation_config.json", do_sample=False)
+    assert open_checkpoint(folder).default_sampling == {"repetition_penalty": 1.1}
+
+
+def test_sampling_defaults_out_of_range_are_refused(folder: Path) -> None:
+    edit(folder, "generation_config.json", temperature=-1.0)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature must be in"):
+        open_checkpoint(folder)
+
+
+def test_remote_code_is_never_looked_at(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('executed')")
+    edit(folder, "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    edit(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": "evil.Tokenizer"})
+    assert open_checkpoint(folder).spec.architecture == "LlamaForCausalLM"
+
+
+def test_pickles_beside_safetensors_stay_closed(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    assert set(open_checkpoint(folder).tensor_files.values()) == {folder / "model.safetensors"}

@@ -1,0 +1,387 @@
+"""Every unusable checkpoint is refused with one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.gguf_file import GGUFFile
+from octavo.engine.checkpoint.hf_config import read_spec
+from octavo.engine.errors import CheckpointError
+from octavo.engine.models.registry import family_of
+from octavo.kernels.reference import ReferenceOps
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture
+def folder(make_tiny: Callable[..., Any], save: Callable[..., Path]) -> Path:
+    return save(make_tiny())
+
+
+@pytest.fixture
+def gguf_path(
+    tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
+) -> Path:
+    write_gguf(make_tiny(), tmp_path / "model.gguf", eos_token_id=2)
+    return tmp_path / "model.gguf"
+
+
+def refused(path: Path, pattern: str) -> None:
+    with pytest.raises(CheckpointError, match=pattern) as error:
+        open_checkpoint(path)
+    assert "\n" not in str(error.value)
+
+
+# --- config.json --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*Mistral"),
+        ({"architectures": None}, "names no architecture"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer.*'64'"),
+        ({"hidden_size": 1 << 40}, "hidden_size must be a positive integer below"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ({"num_hidden_layers": 10**6}, "1000000 layers"),
+        ({"max_position_embeddings": 1 << 30}, "1073741824 positions"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key-value heads"),
+        ({"head_dim": 15}, "15 rotated numbers per head"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"torch_dtype": "int8"}, "torch_dtype must be one of float32"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope parameters lacks factor"),
+        ({"rope_parameters": ["linear"]}, "rope_parameters must be an object"),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor must be at most 1"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 1.0,
+                }
+            },
+            "high_freq_factor must be above low_freq_factor",
+        ),
+    ],
+)
+def test_configs(changes: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{pattern}"):
+        read_spec(LLAMA | changes, "config.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"', "\ud800", "[" * 100_000])
+def test_config_that_is_no_object(folder: Path, text: str) -> None:
+    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    refused(folder, r"config\.json (is not valid JSON|must hold one JSON object)")
+
+
+@pytest.mark.parametrize("eos", ["</s>", -1, True, [1, "x"], 96])
+def test_end_ids_that_are_none(folder: Path, eos: Any) -> None:
+    edit_json(folder / "config.json", eos_token_id=eos)
+    refused(folder, "eos_token_id must be a token id|end id 96 is outside the vocabulary of 96")
+
+
+def test_an_architecture_without_a_model() -> None:
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel is not supported"):
+        family_of("GPT2LMHeadModel")
+
+
+# --- folders and safetensors --------------------------------------------------------------------
+def test_nothing_there(tmp_path: Path) -> None:
+    refused(tmp_path / "org" / "name", "There is no model at .*downloads nothing")
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    refused(tmp_path, "has no config.json")
+
+
+def test_a_folder_with_a_gguf_file(gguf_path: Path) -> None:
+    refused(gguf_path.parent, re.escape(f"give {gguf_path}"))
+
+
+def test_a_folder_with_pickles_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, r"pytorch_model\.bin, which can run code.*safetensors and GGUF only")
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, "has no weights")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_short_safetensors(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(folder, r"model\.safetensors is damaged or too short")
+
+
+def test_a_missing_shard(make_tiny: Callable[..., Any], save: Callable[..., Path]) -> None:
+    folder = save(make_tiny(), max_shard_size="100KB")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    refused(folder, re.escape(f"names the file {shard.name}, which is not beside it"))
+
+
+def test_an_index_that_points_outside(
+    make_tiny: Callable[..., Any], save: Callable[..., Path]
+) -> None:
+    folder = save(make_tiny(), max_shard_size="100KB")
+    edit_json(
+        folder / "model.safetensors.index.json", weight_map={"lm_head.weight": "../x.safetensors"}
+    )
+    refused(folder, r"names the file \.\./x\.safetensors")
+
+
+def test_an_index_that_disagrees_with_its_shards(
+    make_tiny: Callable[..., Any], save: Callable[..., Path]
+) -> None:
+    folder = save(make_tiny(), max_shard_size="100KB")
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    edit_json(index, weight_map=names | {"model.extra.weight": names["lm_head.weight"]})
+    refused(folder, r"lacks tensor model\.extra\.weight")
+    edit_json(index, weight_map={})
+    refused(folder, "has no weight_map")
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda t: t.pop("lm_head.weight"), r"lacks the tensor lm_head\.weight"),
+        (lambda t: [t.pop(n) for n in list(t) if "layers.1" in n], r"lacks the tensors .* 4 more"),
+        (
+            lambda t: t.update({"model.layers.7.x": torch.zeros(1)}),
+            r"holds the tensor model\.layers\.7\.x, which the model has no place for",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(63)}),
+            r"tensor model\.norm\.weight has shape \[63\], the model needs \[64\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+            r"tensor model\.norm\.weight has type I8; octavo reads",
+        ),
+    ],
+    ids=["missing", "many-missing", "unexpected", "mis-shaped", "integers"],
+)
+def test_tensors_that_do_not_fit(
+    folder: Path, change: Callable[[Any], Any], pattern: str, load: Callable[..., Any]
+) -> None:
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=pattern):
+        load(folder, ReferenceOps())
+
+
+def test_saved_frequencies_are_ignored(folder: Path, load: Callable[..., Any]) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    assert load(folder, ReferenceOps()).num_layers == 2
+
+
+def test_a_tied_head_may_be_saved_but_not_differ(
+    make_tiny: Callable[..., Any], save: Callable[..., Path], load: Callable[..., Any]
+) -> None:
+    folder = save(make_tiny(tie_word_embeddings=True))
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": embedding.clone()}))
+    assert load(folder, ReferenceOps()).num_layers == 2
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(CheckpointError, match=r"ties lm_head\.weight .* holds one that differs"):
+        load(folder, ReferenceOps())
+
+
+# --- GGUF ---------------------------------------------------------------------------------------
+def header(version: int = 3, num_tensors: int = 0, num_values: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_values)
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def tensor(name: str = "t", dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    parts = (string(name), struct.pack("<I", len(dims)), struct.pack(f"<{len(dims)}Q", *dims))
+    return b"".join(parts) + struct.pack("<IQ", kind, offset)
+
+
+HUGE = 1 << 62
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        (b"", "is not a GGUF file"),
+        (b"GGML" + bytes(100), "is not a GGUF file"),
+        (b"GGUF", "ends inside its header"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (header(version=1), "GGUF version 1; octavo reads versions 2 and 3"),
+        (header()[:-1], "ends inside its header"),
+        (header(num_values=HUGE), "ends inside its header"),
+        (header(num_tensors=HUGE), "ends inside its header"),
+        (header(num_values=1) + struct.pack("<Q", HUGE), "ends inside its header"),
+        (header(num_values=1) + string("k") + struct.pack("<I", 99), "k has the unknown type 99"),
+        (
+            header(num_values=1) + string("k") + struct.pack("<IIQ", 9, 8, HUGE),
+            "ends inside its header",
+        ),
+        (
+            header(num_values=1) + string("k") + struct.pack("<IIQQ", 9, 8, 1, HUGE),
+            "ends inside its header",
+        ),
+        (
+            header(num_values=1) + string("k") + struct.pack("<IIQ", 9, 6, HUGE),
+            "ends inside its header",
+        ),
+        (
+            header(num_values=1) + string("k") + struct.pack("<IIQ", 9, 9, 1),
+            "k is an array of the unreadable type 9",
+        ),
+        (header(num_values=2) + 2 * (string("k") + struct.pack("<IB", 0, 1)), "k occurs twice"),
+        (
+            header(num_values=1) + string("general.alignment") + struct.pack("<II", 4, 0),
+            "general.alignment is 0",
+        ),
+        (header(num_tensors=1) + tensor(dims=(1,) * 5), "t has 5 dimensions"),
+        (header(num_tensors=1) + tensor(kind=12), "tensor t has type Q4_K; octavo reads F32"),
+        (header(num_tensors=1) + tensor(kind=77), "tensor t has type number 77"),
+        (header(num_tensors=1) + tensor(dims=(33,), kind=2), "t are no multiple of 32"),
+        (header(num_tensors=1) + tensor(), "is too short: tensor t ends at byte"),
+        (header(num_tensors=1) + tensor(dims=(HUGE, HUGE)) + bytes(64), "is too short"),
+        (header(num_tensors=1) + tensor(offset=HUGE) + bytes(256), "is too short"),
+        (header(num_tensors=2) + 2 * tensor(dims=(0,)) + bytes(64), "t occurs twice"),
+    ],
+)
+def test_damaged_gguf_headers(tmp_path: Path, content: bytes, pattern: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    refused(path, pattern)
+
+
+@pytest.mark.parametrize("cut", [1, 1000, 100_000])
+def test_a_short_gguf_file(gguf_path: Path, cut: int) -> None:
+    gguf_path.write_bytes(gguf_path.read_bytes()[:-cut])
+    refused(gguf_path, r"model\.gguf is too short: tensor .* ends at byte \d+, the file at \d+")
+
+
+def write_metadata(path: Path, **values: Any) -> None:
+    writer = gguf.GGUFWriter(path, values.pop("architecture", "llama"))
+    for key, value in values.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+SIZES = {
+    "block_count": 2,
+    "context_length": 128,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "head_count": 4,
+    "layer_norm_rms_eps": 1e-5,
+    "vocab_size": 96,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "pattern"),
+    [
+        ({"architecture": "qwen2"}, "architecture qwen2 is not supported"),
+        ({"expert_count": 8}, "mixtures of experts are not supported"),
+        ({"block_count": 0}, "block_count must be a positive integer"),
+        ({"head_count_kv": [1, 2]}, "attention.head_count_kv must be a positive integer"),
+        ({"head_count_kv": 3}, "4 query heads cannot share 3"),
+        ({"value_length": 8}, "attention.value_length must be 16"),
+        ({"rope_dimension_count": 8}, "rope.dimension_count must be the head's size 16"),
+        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "rope scaling yarn is not supported"),
+        ({"eos_token_id": 96}, "end id 96 is outside the vocabulary of 96"),
+    ],
+)
+def test_gguf_metadata(tmp_path: Path, values: dict[str, Any], pattern: str) -> None:
+    write_metadata(tmp_path / "model.gguf", **(SIZES | values))
+    refused(tmp_path / "model.gguf", pattern)
+
+
+def test_gguf_metadata_that_lacks_a_size(tmp_path: Path) -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "context_length"}
+    write_metadata(tmp_path / "model.gguf", **sizes)
+    refused(tmp_path / "model.gguf", "lacks context_length")
+
+
+def test_missing_gguf_tensors_go_by_their_own_names(
+    tmp_path: Path, load: Callable[..., Any]
+) -> None:
+    write_metadata(tmp_path / "model.gguf", **SIZES)
+    with pytest.raises(CheckpointError, match=r"lacks the tensors blk\.0\.attn_q\.weight, .* more"):
+        load(tmp_path / "model.gguf", ReferenceOps())
+
+
+def test_a_file_that_shrinks_after_it_was_opened(gguf_path: Path) -> None:
+    file = GGUFFile.open(gguf_path)
+    gguf_path.write_bytes(gguf_path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"tensor output_norm\.weight cannot be read"):
+        file.read("output_norm.weight")
+
+
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_a_corrupt_header_gives_a_checkpoint_error_or_a_model(
+    gguf_path: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    """Bytes of the header replaced, removed or inserted: no other error, crash or hang."""
+    content = bytearray(gguf_path.read_bytes())
+    header_size = min(tensor.offset for tensor in GGUFFile.open(gguf_path).tensors.values())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, header_size - 1))
+        length = data.draw(st.integers(0, 16))
+        content[start : start + length] = data.draw(st.binary(max_size=16))
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        assert open_checkpoint(damaged).spec.vocab_size > 0
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

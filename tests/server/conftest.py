@@ -1,0 +1,232 @@
+"""A fake engine and clients over it, so that the server is tested without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from octavo.engine.api import (
+    ChatPrompt,
+    CompletionOutput,
+    Engine,
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    LoadProgress,
+    RequestOutput,
+    RequestStream,
+    TextPrompt,
+    TokensPrompt,
+)
+from octavo.engine.config import ServerConfig
+from octavo.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
+from octavo.engine.stats import EngineStats, StatsSink
+from octavo.server.app import create_app
+from octavo.server.launch import bind
+
+INFO = EngineInfo(
+    model="/models/tiny",
+    architecture="LlamaForCausalLM",
+    max_model_len=64,
+    vocab_size=100,
+    eos_token_ids=(2,),
+    block_size=16,
+    num_blocks=10,
+    kv_cache_bytes=1 << 20,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    dtype="float32",
+    device="cpu",
+    attention_backend="torch",
+    num_threads=2,
+    num_parameters=135_000_000,
+    load_s=1.5,
+)
+
+
+class FakeStream(RequestStream):
+    """Plays the engine's pieces, one token each."""
+
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, ids: list[int]) -> None:
+        self._request_id, self._prompt_token_ids = request.request_id, ids
+        self._engine = engine
+        limit = request.sampling.max_tokens
+        self._left = list(engine.pieces[:limit])
+        self._end = FinishReason.STOP if limit is None or limit > len(self._left) else None
+        self.is_aborted = False
+        self.finished = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._prompt_token_ids
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self.finished:
+            raise StopAsyncIteration
+        if len(self._left) <= self._engine.hold_at:
+            await self._engine.released.wait()
+        if self._engine.death is not None:
+            raise EngineDeadError(self._engine.death)
+        if self._engine.is_closed:
+            return self._output("", [], FinishReason.ABORT)
+        if len(self._left) == 1 and self._engine.error is not None:
+            return self._output("", [], FinishReason.ERROR)
+        text = self._left.pop(0) if self._left else ""
+        reason = None if self._left else self._end or FinishReason.LENGTH
+        return self._output(text, [7], reason)
+
+    def _output(self, text: str, ids: list[int], reason: FinishReason | None) -> RequestOutput:
+        self.finished = reason is not None
+        stop_reason = "END" if reason is FinishReason.STOP else None
+        output = CompletionOutput(0, text, ids, finish_reason=reason, stop_reason=stop_reason)
+        prompt_ids, error = self.prompt_token_ids, self._engine.error
+        return RequestOutput(
+            self.request_id, None, prompt_ids, [output], self.finished, 3, error=error
+        )
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class FakeEngine(Engine):
+    """Answers every request with ``pieces``; can load, fail, wait and die."""
+
+    def __init__(self) -> None:
+        self.pieces = ["Hel", "lo", " 🌶\n"]
+        self.is_ready, self.is_closed, self.has_template = True, False, True
+        self.death: str | None = None
+        self.error: str | None = None  # streams end with FinishReason.ERROR
+        self.hold_at = -1  # streams wait while that many pieces, or fewer, are left
+        self.released = asyncio.Event()
+        self.dead = asyncio.Event()
+        self.requests: list[GenerationRequest] = []
+        self.streams: list[FakeStream] = []
+        self.default_sampling: dict[str, Any] = {}
+        self.sink: StatsSink | None = None
+
+    async def start(self) -> None:
+        pass
+
+    @property
+    def info(self) -> EngineInfo:
+        if not self.is_ready:
+            raise EngineNotReadyError("The model is still loading.")
+        fields = {name: getattr(INFO, name) for name in INFO.__slots__}
+        return EngineInfo(**{**fields, "default_sampling": self.default_sampling})
+
+    @property
+    def progress(self) -> LoadProgress:
+        return LoadProgress("ready", 1.0) if self.is_ready else LoadProgress("loading", 0.25)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.has_template
+
+    def check_ready(self) -> None:
+        self.check_alive()
+        _ = self.info
+
+    def check_alive(self) -> None:
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[RequestStream]:
+        self.check_ready()
+        ids = [_prompt_ids(request) for request in requests]
+        self.requests += requests
+        streams = [FakeStream(self, r, i) for r, i in zip(requests, ids, strict=True)]
+        self.streams += streams
+        return streams
+
+    def stats(self) -> EngineStats | None:
+        return None
+
+    def set_stats_sink(self, sink: StatsSink) -> None:
+        self.sink = sink
+
+    def die(self, reason: str) -> None:
+        self.death = reason
+        self.dead.set()
+        self.released.set()
+
+    async def wait_dead(self) -> None:
+        await self.dead.wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        self.released.set()
+
+
+def _prompt_ids(request: GenerationRequest) -> list[int]:
+    prompt = request.prompt
+    if isinstance(prompt, TokensPrompt):
+        for token_id in prompt.token_ids:
+            if not 0 <= token_id < INFO.vocab_size:
+                raise InvalidRequestError(f"Token id {token_id} is out of range.", param="prompt")
+        return list(prompt.token_ids)
+    if isinstance(prompt, TextPrompt):
+        return [ord(char) for char in prompt.text]
+    assert isinstance(prompt, ChatPrompt)
+    return [ord(char) for message in prompt.messages for char in message["content"]]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def _client(engine: Engine, config: ServerConfig) -> httpx.AsyncClient:
+    app = create_app(engine, config, ("tiny", "alias/one"))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://octavo")
+
+
+@pytest.fixture
+async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """Speaks to the application directly."""
+    async with _client(engine, ServerConfig()) as client:
+        yield client
+
+
+@pytest.fixture
+async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """The same behind two API keys."""
+    async with _client(engine, ServerConfig(api_key=("first", "schlüssel"))) as client:
+        yield client
+
+
+@asynccontextmanager
+async def _listening(engine: Engine) -> AsyncIterator[str]:
+    app = create_app(engine, ServerConfig(), ("tiny", "alias/one"))
+    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    listener = bind("127.0.0.1", 0)  # accepts before the server has started
+    task = asyncio.create_task(server._serve([listener]))
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = server.force_exit = True
+    await task
+
+
+@pytest.fixture
+async def url(engine: FakeEngine) -> AsyncIterator[str]:
+    """A real server on a real socket."""
+    async with _listening(engine) as url:
+        yield url

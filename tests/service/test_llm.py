@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, FinishReason, SamplingParams
+from octavo.engine.errors import ConfigError, InvalidRequestError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model), check_invariants=True, num_gpu_blocks_override=40) as llm:
+        yield llm
+
+
+def test_order_is_kept_and_every_form_of_prompt_works(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("hello")
+    forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, "other"]
+    outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[0] == texts[1] == texts[2] == texts[3] != texts[4]
+    assert outputs[0].prompt == "hello"
+    assert outputs[1].prompt is None
+    assert outputs[1].prompt_token_ids == ids
+    assert all(output.finished for output in outputs)
+    assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+
+
+def test_one_prompt_needs_no_list(llm: LLM) -> None:
+    (by_text,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    (by_ids,) = llm.generate(llm.get_tokenizer().encode("hello"), GREEDY, use_tqdm=False)
+    assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
+
+
+def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=1) for n in (1, 5, 3)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
+    with pytest.raises(InvalidRequestError, match="3 prompts and 2"):
+        llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+def test_a_small_pool_changes_no_output(llm: LLM, tiny_model: Path) -> None:
+    prompts = [f"prompt number {i} " * (1 + i % 3) for i in range(12)]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    roomy = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    with LLM(
+        str(tiny_model),
+        num_gpu_blocks_override=9,
+        max_num_batched_tokens=16,
+        watermark=0.0,
+        check_invariants=True,
+    ) as small:
+        tight = [o.outputs[0].token_ids for o in small.generate(prompts, params, use_tqdm=False)]
+        assert small.stats().num_preemptions > 0
+    assert tight == roomy
+
+
+def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hi"}]
+    (single,) = llm.chat(one, GREEDY, use_tqdm=False)
+    first, second = llm.chat([one, one], GREEDY, use_tqdm=False)
+    assert single.prompt == "<|start|>user: hi<|stop|><|start|>assistant: "
+    assert single.outputs[0].text == first.outputs[0].text == second.outputs[0].text
+
+
+def test_wrong_prompts_compute_nothing(llm: LLM) -> None:
+    before = llm.stats().num_steps
+    for wrong in ("", [[]], {"x": 1}, [300], [["a"]]):
+        with pytest.raises(InvalidRequestError):
+            llm.generate(["fine", wrong] if isinstance(wrong, dict) else wrong, GREEDY)  # type: ignore[arg-type]
+    assert llm.stats().num_steps == before
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_default_parameters_are_the_models(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b", "c"], GREEDY)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_interrupt_ends_the_batch_and_leaves_the_engine_usable(llm: LLM) -> None:
+    (before,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    long = SamplingParams(max_tokens=500, ignore_eos=True)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["x"] * 400, long, use_tqdm=False)
+    timer.join()
+    assert llm.stats().num_used_blocks == 0
+    (after,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_nonfinite_logits_end_their_own_request_only(poisoned_model: Path) -> None:
+    with LLM(str(poisoned_model), check_invariants=True) as llm:
+        good = list(range(20, 40))
+        (alone,) = llm.generate(good, GREEDY, use_tqdm=False)
+        bad, beside = llm.generate([[7, 8, 9], good], GREEDY, use_tqdm=False)
+        assert bad.outputs[0].finish_reason is FinishReason.ERROR
+        assert bad.error is not None
+        assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
+        (later,) = llm.generate(good, GREEDY, use_tqdm=False)
+        assert later.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert llm.stats().num_nonfinite_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"max_model_len": 513}, "--max-model-len"),
+        ({"max_model_len": 400, "num_gpu_blocks_override": 4}, "--max-model-len"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "--max-num-seqs"),
+        ({"block_size": 0}, "--block-size"),
+        ({"dtype": "float16"}, "--dtype"),
+        ({"device": "cuda"}, "--device"),
+        ({"attention_backend": "magic"}, "--attention-backend"),
+        ({"no_such_option": 1}, "--no-such-option"),
+    ],
+)
+def test_wrong_options_are_refused_by_flag(
+    tiny_model: Path, options: dict[str, object], flag: str
+) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        LLM(str(tiny_model), **options)
+
+
+def test_unset_window_shrinks_to_the_pool(tiny_model: Path) -> None:
+    with LLM(str(tiny_model), num_gpu_blocks_override=4) as llm:
+        (output,) = llm.generate(
+            "x" * 60, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False
+        )
+        assert len(output.outputs[0].token_ids) == 4
+        with pytest.raises(InvalidRequestError, match="64 tokens"):
+            llm.generate("x" * 64, GREEDY, use_tqdm=False)
+
+
+def test_close_twice_and_no_use_after(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model))
+    llm.close()
+    llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate("x")
+
+
+def test_llm_needs_no_web_libraries() -> None:
+    script = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {'msgspec','zmq','fastapi','uvicorn','prometheus_client','setproctitle',
+                                  'pydantic','sse_starlette','starlette'}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Block())
+from octavo import LLM
+import octavo.engine.execution.runner, octavo.engine.models.loader
+print(LLM.__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "LLM", done.stderr
