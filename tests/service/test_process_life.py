@@ -1,0 +1,196 @@
+"""How the server's processes begin and end, with a real engine on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LONG = {"prompt": [1, 2, 3], "max_tokens": 500, "ignore_eos": True, "stream": True, "seed": 1}
+
+
+@pytest.fixture
+def server(start_server: Callable[..., Any], tiny_model: Path) -> Iterator[Any]:
+    with start_server(
+        str(tiny_model), "--check-invariants", "--served-model-name", "tiny"
+    ) as running:
+        yield running
+
+
+def engine_of(server: Any) -> psutil.Process:
+    (engine,) = psutil.Process(server.process.pid).children()
+    assert engine.name() == "octavo-engine"
+    return engine
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def wait_gone(process: psutil.Process, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while is_running(process):
+        assert time.monotonic() < deadline, "a process outlives the server"
+        time.sleep(0.02)
+
+
+class Reader(threading.Thread):
+    """Streams one completion in the background."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url = url
+        self.events: list[str] = []
+        self.begun = threading.Event()
+
+    def run(self) -> None:
+        with suppress(httpx.RemoteProtocolError):  # where the server is killed
+            self._read()
+
+    def _read(self) -> None:
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=LONG, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    self.events.append(line.removeprefix("data: "))
+                    self.begun.set()
+
+
+def streaming(server: Any) -> Reader:
+    reader = Reader(server.url)
+    reader.start()
+    assert reader.begun.wait(30)
+    return reader
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_streams_with_abort_and_exits_cleanly(server: Any, number: int) -> None:
+    engine = engine_of(server)
+    reader = streaming(server)
+    server.process.send_signal(number)
+    assert server.process.wait(10) == 0
+    reader.join(10)
+    assert reader.events[-1] == "[DONE]"
+    assert json.loads(reader.events[-2])["choices"][0]["finish_reason"] == "abort"
+    wait_gone(engine, 2)
+
+
+def test_ctrl_c_reaches_the_group_and_still_ends_cleanly(tiny_model: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "octavo", "serve", str(tiny_model), "--port", "0"],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    text = ""
+    while "curl" not in text:
+        line = process.stderr.readline()
+        assert line, f"the server ended early: {text}"
+        text += line
+    engines = psutil.Process(process.pid).children()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(10) == 0
+    assert "Traceback" not in process.stderr.read()
+    for engine in engines:
+        wait_gone(engine, 2)
+
+
+def test_dead_engine_is_told_and_ends_the_server(server: Any) -> None:
+    engine = engine_of(server)
+    reader = streaming(server)
+    engine.kill()
+    reader.join(10)
+    assert reader.events[-1] == "[DONE]"
+    assert json.loads(reader.events[-2])["error"]["type"]
+    assert server.process.wait(10) != 0
+
+
+def test_engine_ends_within_two_seconds_of_its_front_end(server: Any) -> None:
+    engine = engine_of(server)
+    streaming(server)
+    server.process.kill()
+    server.process.wait()
+    wait_gone(engine, 2)
+
+
+def test_client_that_hangs_up_frees_its_blocks(server: Any) -> None:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
+        next(response.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={**LONG, "stream": False}, timeout=0.05)
+    server.wait_idle(5)
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
+
+
+def test_counting_rule_over_http(server: Any) -> None:
+    ask = {"prompt": [1] * 7, "max_tokens": 10, "ignore_eos": True, "temperature": 0}
+    for _ in range(10):
+        usage = httpx.post(f"{server.url}/v1/completions", json=ask, timeout=60).json()["usage"]
+        assert usage["completion_tokens"] == 10
+    server.wait_idle(5)
+    for name, count, total in (
+        ("time_to_first_token_seconds", 10, None),
+        ("inter_token_latency_seconds", 90, None),
+        ("e2e_request_latency_seconds", 10, None),
+        ("request_queue_time_seconds", 10, None),
+        ("request_inference_time_seconds", 10, None),
+        ("request_prefill_time_seconds", 10, None),
+        ("request_decode_time_seconds", 10, None),
+        ("request_num_preemptions", 10, 0),
+        ("request_prompt_tokens", 10, 70),
+        ("request_generation_tokens", 10, 100),
+        ("request_params_max_tokens", 10, 100),
+        ("iteration_tokens_total", 100, 170),
+    ):
+        assert server.metric(f"vllm:{name}_count") == count, name
+        if total is not None:
+            assert server.metric(f"vllm:{name}_sum") == total, name
+    assert server.metric("vllm:prompt_tokens_total") == 70
+    assert server.metric("vllm:generation_tokens_total") == 100
+    assert server.metric("vllm:request_success_total") == 10
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_nonfinite_logits_are_an_error_in_openai_s_shape(
+    start_server: Callable[..., Any], poisoned_model: Path
+) -> None:
+    bad = {"prompt": [7, 8], "max_tokens": 4}
+    good = {"prompt": [20, 21], "max_tokens": 4, "temperature": 0}
+    with start_server(str(poisoned_model)) as server:
+        url = f"{server.url}/v1/completions"
+        before = httpx.post(url, json=good).json()["choices"][0]["text"]
+        answer = httpx.post(url, json=bad)
+        assert answer.status_code == 500
+        assert "finite" in answer.json()["error"]["message"]
+        lines = httpx.post(url, json={**bad, "stream": True}).text.split("\n\n")
+        assert "finite" in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
+        assert httpx.post(url, json=good).json()["choices"][0]["text"] == before
+        assert server.metric("octavo:nonfinite_rows_total") == 2
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_start_with_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\x00" * 40)
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo", "serve", str(tmp_path / "model.gguf"), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "model.gguf" in done.stderr
+    assert "Traceback" not in done.stderr
