@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .api import EngineInfo
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
-from .config import EngineConfig, num_cpu_threads
+from .config import EngineConfig, num_cpu_threads, step_limits
 from .errors import ConfigError
 from .service.core import EngineCore
 
@@ -91,10 +91,9 @@ def build_core(
     model = load_model(checkpoint, ops, dtype=dtype, device=device, progress=report)
 
     block_size = config.cache.block_size
-    max_num_batched_tokens = config.scheduler.max_num_batched_tokens or (
-        2048 if device.type == "cuda" else 512
+    max_num_batched_tokens, max_num_seqs = step_limits(
+        config.scheduler, on_gpu=device.type == "cuda"
     )
-    max_num_seqs = _max_num_seqs(config, max_num_batched_tokens)
     window = _window(config, checkpoint)
     num_blocks = num_blocks_for(config, model, device, max_model_len=window)
     max_model_len = _max_model_len(config, window, num_blocks * block_size)
@@ -180,18 +179,6 @@ def _has_bfloat16() -> bool:
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _max_num_seqs(config: EngineConfig, max_num_batched_tokens: int) -> int:
-    asked = config.scheduler.max_num_seqs
-    if asked is None:
-        return min(128, max_num_batched_tokens)
-    if asked > max_num_batched_tokens:
-        raise ConfigError(
-            f"--max-num-seqs {asked} is more than --max-num-batched-tokens {max_num_batched_tokens}: "
-            "each running sequence needs a token of every step."
-        )
-    return asked
 
 
 def _window(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .errors import ConfigError
 
@@ -91,6 +91,15 @@ def _fields(config: Any) -> tuple[Field[Any], ...]:
     return tuple(f for f in fields(config) if "kind" in f.metadata)
 
 
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "size": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str, Path),
+}
+
+
 def _check_option(option_field: Field[Any], value: Any) -> None:
     meta, flag = option_field.metadata, flag_of(option_field.name)
     if value is None:
@@ -98,10 +107,8 @@ def _check_option(option_field: Field[Any], value: Any) -> None:
             raise ConfigError(f"{flag} needs a value.")
         return
     kind = meta["kind"]
-    expected = {"int": int, "size": int, "float": (int, float), "bool": bool, "str": (str, Path)}
-    if kind in expected and (
-        not isinstance(value, expected[kind]) or (isinstance(value, bool) and kind != "bool")
-    ):
+    expected = _PYTHON_TYPES.get(kind)
+    if expected and (not isinstance(value, expected) or (value is True and kind != "bool")):
         raise ConfigError(f"{flag} must be of kind {kind}, got {value!r}.")
     if meta["choices"] is not None and value not in meta["choices"]:
         raise ConfigError(f"{flag} must be one of {', '.join(meta['choices'])}, got {value!r}.")
@@ -256,12 +263,16 @@ class EngineConfig:
         Raises:
             ConfigError: a value is wrong, or a name is not an engine option.
         """
-        parts, left = {}, dict(options)
-        for part in fields(cls):
-            parts[part.name], left = _take(_PARTS[part.name], left)
+        left = dict(options)
+        config = cls(
+            model=_take(ModelConfig, left),
+            cache=_take(CacheConfig, left),
+            scheduler=_take(SchedulerConfig, left),
+            execution=_take(ExecutionConfig, left),
+        )
         if left:
             raise ConfigError(f"Unknown option {flag_of(next(iter(left)))}.")
-        return cls(**parts)
+        return config
 
 
 @dataclass(frozen=True)
@@ -299,19 +310,33 @@ class ServerConfig(_Checked):
     )
 
 
-_PARTS: dict[str, type[_Checked]] = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-    "execution": ExecutionConfig,
-}
+def _take(part: type[Config], options: dict[str, Any]) -> Config:
+    """Build ``part`` from the options that are its own, which leave ``options``."""
+    names = [f.name for f in fields(part)]  # type: ignore[arg-type]
+    return part(**{name: options.pop(name) for name in names if name in options})
 
 
-def _take(part: type[Config], options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
-    names = {f.name for f in fields(part)}  # type: ignore[arg-type]
-    mine = {name: value for name, value in options.items() if name in names}
-    rest = {name: value for name, value in options.items() if name not in names}
-    return part(**mine), rest
+class StepLimits(NamedTuple):
+    """What one step may hold."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+def step_limits(scheduler: SchedulerConfig, *, on_gpu: bool) -> StepLimits:
+    """The step's limits as numbers.
+
+    Raises:
+        ConfigError: more sequences than tokens in a step.
+    """
+    max_tokens = scheduler.max_num_batched_tokens or (2048 if on_gpu else 512)
+    max_seqs = scheduler.max_num_seqs or min(128, max_tokens)
+    if max_seqs > max_tokens:
+        raise ConfigError(
+            f"--max-num-seqs {max_seqs} is more than --max-num-batched-tokens {max_tokens}: each "
+            "running sequence needs a token of every step."
+        )
+    return StepLimits(max_tokens, max_seqs)
 
 
 def all_options() -> Iterator[tuple[str, Field[Any]]]:

@@ -11,7 +11,7 @@ import torch
 
 from ...kernels.ops import Ops
 from ...kernels.select import select_ops
-from ..config import EngineConfig, available_memory_bytes, flag_of
+from ..config import EngineConfig, available_memory_bytes, flag_of, step_limits
 from ..errors import ConfigError
 from ..models.model import Model
 from .runner import ModelRunner
@@ -19,8 +19,6 @@ from .runner import ModelRunner
 CPU_DEFAULT_BYTES = 512 << 20
 CUDA_CONTEXT_BYTES = 512 << 20
 """What a process holds on a GPU besides torch's own memory: context, kernels, library workspaces."""
-DEFAULT_STEP_TOKENS = 2048
-"""Token budget of a step on a GPU where ``--max-num-batched-tokens`` is not given."""
 
 
 def kv_block_bytes(model: Model, block_size: int) -> int:
@@ -92,8 +90,7 @@ def _cuda_budget_bytes(config: EngineConfig, model: Model, device: torch.device)
 def _cuda_peak_bytes(config: EngineConfig, model: Model, ops: Ops, device: torch.device) -> int:
     """Most memory that weights and the activations of the largest step take, without the KV cache."""
     block_size = config.cache.block_size
-    num_tokens = config.scheduler.max_num_batched_tokens or DEFAULT_STEP_TOKENS
-    num_rows = config.scheduler.max_num_seqs
+    num_tokens, num_rows = step_limits(config.scheduler, on_gpu=True)
     num_blocks = -(-num_tokens // block_size) + num_rows
     torch.cuda.reset_peak_memory_stats(device)
     runner = ModelRunner(

@@ -156,7 +156,7 @@ class EngineClient(Engine):
         """See :meth:`octavo.engine.api.Engine.start`."""
         self._loop = asyncio.get_running_loop()
         self._dead = asyncio.Event()
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(self._socket.FD, self._drain)
         self._loop.call_soon(self._drain)
         threading.Thread(target=self._watch_process, name="watch-engine", daemon=True).start()
         self._text_task = asyncio.create_task(self._load_text())
@@ -228,7 +228,7 @@ class EngineClient(Engine):
 
     def _release(self) -> None:
         if self._loop is not None and not self._socket.closed:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._socket.FD)
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._socket.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
+from octavo.kernels.select import select_ops
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,16 @@ class PagedBatch:
         return np.concatenate(outs)
 
 
-@pytest.fixture
-def make_batch() -> Callable[..., PagedBatch]:
+@pytest.fixture(scope="session")
+def make_batch() -> type[PagedBatch]:
     return PagedBatch
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_shape() -> type[Shape]:
     return Shape
+
+
+@pytest.fixture(params=["torch", "reference"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return select_ops(request.param, torch.device("cpu"))

@@ -62,9 +62,9 @@ def expected(model_path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
     model = AutoModelForCausalLM.from_pretrained(
         model_path.parent, gguf_file=model_path.name, dtype=torch.float32
-    ).eval()
+    )
     outputs = []
-    with torch.inference_mode():
+    with torch.inference_mode():  # from_pretrained returns models in evaluation mode
         for prompt in prompts:
             ids = model.generate(
                 torch.tensor([prompt]),

@@ -72,7 +72,7 @@ def test_waste_is_under_four_percent_with_prompts_of_two_hundred_tokens(server: 
     rng = random.Random(8)
     names = ("octavo:kv_slot_steps_allocated_total", "octavo:kv_slot_steps_used_total")
     before = [server.metric(name) for name in names]
-    bodies = [
+    bodies: list[tuple[dict[str, Any], int | None]] = [
         (
             {
                 "prompt": [rng.randrange(17, 49152) for _ in range(rng.randint(200, 420))],

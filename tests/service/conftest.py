@@ -62,7 +62,7 @@ def write_model(
     }
     rng = np.random.default_rng(seed)
 
-    def weight(*shape: int) -> np.ndarray:  # type: ignore[type-arg]
+    def weight(*shape: int) -> np.ndarray:
         return (rng.standard_normal(shape) * 0.3).astype(np.float32)
 
     tensors = {"model.embed_tokens.weight": weight(vocab, hidden)}

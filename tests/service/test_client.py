@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ def request(
     return GenerationRequest(request_id, TokensPrompt(token_ids), sampling, time.monotonic())
 
 
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 60))  # type: ignore[arg-type]
+def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 60))
 
 
 async def collect(stream: Any) -> tuple[list[int], str, Any]:

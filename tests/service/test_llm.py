@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 def test_order_is_kept_and_every_form_of_prompt_works(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("hello")
-    forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, "other"]
+    forms: list[Any] = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, "other"]
     outputs = llm.generate(forms, GREEDY, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
     assert texts[0] == texts[1] == texts[2] == texts[3] != texts[4]
@@ -75,9 +76,10 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
 
 def test_wrong_prompts_compute_nothing(llm: LLM) -> None:
     before = llm.stats().num_steps
-    for wrong in ("", [[]], {"x": 1}, [300], [["a"]]):
+    wrongs: list[Any] = ["", [[]], ["fine", {"x": 1}], [300], [["a"]]]
+    for wrong in wrongs:
         with pytest.raises(InvalidRequestError):
-            llm.generate(["fine", wrong] if isinstance(wrong, dict) else wrong, GREEDY)  # type: ignore[arg-type]
+            llm.generate(wrong, GREEDY)
     assert llm.stats().num_steps == before
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
