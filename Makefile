@@ -47,7 +47,7 @@ fmt: $(DEV)  ## Format, and mend what the linter can mend
 
 bench: $(DEV)  ## Time scheduling alone, then a server that is started for it; ARGS go to the latter
 	$(BIN)/python benchmarks/scheduler_step.py
-	PYTHONPATH=benchmarks $(BIN)/python benchmarks/serve.py --start "$(BIN)/octavo serve --port {port}" $(ARGS)
+	$(BIN)/python benchmarks/serve.py --start "$(BIN)/octavo serve --port {port}" $(ARGS)
 
 docs: $(DEV)  ## Write the pages that are generated from the code
 	$(BIN)/python docs/generate.py

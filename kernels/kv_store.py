@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .ops import KVCacheSpec, LayerKVCache
-
-_ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,5 @@ def allocate_kv_cache(spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
 
 def _untouched_zeros(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
     """Zeros whose pages the kernel provides on first use; ``torch.zeros`` would write them all."""
-    num_bytes = spec.num_blocks * spec.block_bytes // 2
-    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[first : first + num_bytes]).view(spec.dtype).view(shape)
+    memory = mmap.mmap(-1, spec.num_blocks * spec.block_bytes // 2)
+    return torch.frombuffer(memory, dtype=spec.dtype).view(shape)

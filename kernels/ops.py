@@ -89,6 +89,16 @@ class Ops(Protocol):
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, x's dtype."""
 
+    def pack_head(self, weight: Tensor) -> Any:
+        """Prepare the output projection ``weight [vocab_size, hidden_size]`` for :meth:`logits`, once."""
+
+    def logits(self, x: Tensor, packed: Any) -> Tensor:
+        """``x [num_rows, hidden_size]`` → ``[num_rows, vocab_size]`` float32.
+
+        Summed and returned in float32 whatever x's dtype is: rounded to bfloat16, a logit of 25 moves by
+        up to 1/16, and near ties between tokens become exact ones.
+        """
+
     # --- elementwise ---------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension, in float32 (Zhang & Sennrich, 2019)."""

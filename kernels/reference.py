@@ -37,6 +37,12 @@ class ReferenceOps:
         bias = None if packed.bias is None else packed.bias.float()
         return functional.linear(x.float(), packed.weight.float(), bias).to(x.dtype)
 
+    def pack_head(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def logits(self, x: Tensor, packed: Any) -> Tensor:
+        return functional.linear(x.float(), packed.float())
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)

@@ -48,3 +48,19 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
         )
         return y
     return functional.linear(x, packed.weight, packed.bias)
+
+
+def pack_head(weight: Tensor) -> PackedLinear:
+    """Prepare ``weight [vocab_size, hidden_size]`` for :func:`logits`.
+
+    No CPU product of PyTorch takes bfloat16 and gives float32, so there the weight is kept in float32.
+    """
+    on_cpu = weight.device.type == "cpu"
+    return pack_linear(weight.float() if on_cpu else weight, None)
+
+
+def logits(x: Tensor, packed: PackedLinear) -> Tensor:
+    """``x [num_rows, hidden_size]`` → ``[num_rows, vocab_size]`` float32."""
+    if x.device.type == "cpu" or x.dtype == torch.float32:
+        return linear(x.float(), packed)
+    return torch.mm(x, packed.weight.t(), out_dtype=torch.float32)

@@ -60,6 +60,12 @@ class TorchOps:
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.linear(x, packed)
 
+    def pack_head(self, weight: Tensor) -> Any:
+        return torch_linear.pack_head(weight)
+
+    def logits(self, x: Tensor, packed: Any) -> Tensor:
+        return torch_linear.logits(x, packed)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps).to(x.dtype)
 

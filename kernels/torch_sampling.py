@@ -9,7 +9,9 @@ from .ops import SamplingTensors
 from .philox import philox_uniform
 
 MIN_CANDIDATES = 256
-"""Most likely tokens looked at first for top-p; a row that they do not settle sorts everything."""
+"""Most likely tokens looked at first for top-p."""
+CANDIDATE_GROWTH = 16
+"""How many times more are looked at for the rows that this does not settle."""
 MAX_ROWS_AT_ONCE = 64
 """Bounds the working memory, which is several times ``rows * vocab_size`` floats."""
 
@@ -60,18 +62,19 @@ def _draw_unfiltered(weights: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
 def _draw_filtered(
     logits: Tensor, weights: Tensor, params: SamplingTensors, uniform: Tensor
 ) -> Tensor:
-    """Top-k, top-p and min-p over a prefix of the most likely tokens, all tokens where it is short."""
+    """Top-k, top-p and min-p over as many of the most likely tokens as each row needs."""
     vocab_size = logits.shape[1]
     is_top_k = (params.top_k > 0) & (params.top_k < vocab_size)
     most = int(params.top_k[is_top_k].max()) if bool(is_top_k.any()) else 0
     num_candidates = min(vocab_size, max(MIN_CANDIDATES, most))
     tokens, is_settled = _draw_candidates(logits, weights, params, uniform, num_candidates)
-    if not bool(is_settled.all()):
-        rows = ~is_settled
-        chosen = _select(params, rows)
-        tokens[rows], _ = _draw_candidates(
-            logits[rows], weights[rows], chosen, uniform[rows], vocab_size
+    left = (~is_settled).nonzero().squeeze(1)
+    while len(left):
+        num_candidates = min(vocab_size, CANDIDATE_GROWTH * num_candidates)
+        tokens[left], is_settled = _draw_candidates(
+            logits[left], weights[left], _select(params, left), uniform[left], num_candidates
         )
+        left = left[~is_settled]
     return tokens
 
 
@@ -109,7 +112,7 @@ def _most_likely(logits: Tensor, num: int) -> Tensor:
 
     Sorts 64-bit keys: the logit's bits, made monotone, above the id's complement.
     """
-    bits = logits.contiguous().view(torch.int32)
+    bits = (logits + 0.0).view(torch.int32)  # adding makes -0.0, which ties with 0.0, the same bits
     monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     vocab_size = logits.shape[1]
     complement = torch.arange(vocab_size - 1, -1, -1, device=logits.device)

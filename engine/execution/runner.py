@@ -12,7 +12,6 @@ from ...kernels.ops import Ops
 from ..models.model import Model
 from ..step import ScheduledRow, StepHandle, StepPlan, StepResult
 from .errors import ExecutionError
-from .host_memory import keep_freed_memory
 from .inputs import StepInputs, build_inputs
 from .rows import RowTable
 from .sampler import SampledRow, Sampler
@@ -51,7 +50,6 @@ class ModelRunner:
         )
         self._sampler = Sampler(ops, self._table)
         self._pending: _Step | None = None
-        keep_freed_memory()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step: on a CPU the model has run when this returns, on a GPU it is under way.

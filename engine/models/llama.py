@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
 from ..checkpoint.spec import ModelSpec
-from .layers import EMBEDDING, HEAD, Linear, fused_linear, read_embedding
+from .layers import EMBEDDING, HEAD, fused_linear, read_embedding
 from .rotary import rotary_table
 from .weights import Weights
 
@@ -102,7 +102,7 @@ class Llama:
         ]
         self.norm = weights.read("model.norm.weight")
         head = self.embedding if spec.tie_word_embeddings else weights.read(HEAD)
-        self.head = Linear(ops, head)
+        self.head = ops.pack_head(head)
 
     @property
     def num_layers(self) -> int:
@@ -131,4 +131,4 @@ class Llama:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden).float()
+        return self.ops.logits(hidden, self.head)

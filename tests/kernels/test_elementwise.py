@@ -149,3 +149,14 @@ def test_a_nan_token_leaves_the_others_bit_equal() -> None:
     ):
         assert torch.equal(op(x)[others], op(poisoned)[others])
         assert op(poisoned)[4].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_logits_are_rounded_once_in_float32(dtype: torch.dtype, num_rows: int) -> None:
+    x, weight = _randn(num_rows, 96, dtype=dtype), _randn(1000, 96, dtype=dtype)
+    expected = x.double() @ weight.double().T
+    for ops in (ReferenceOps(), TorchOps()):
+        got = ops.logits(x, ops.pack_head(weight))
+        assert got.dtype == torch.float32
+        assert (got - expected).abs().max() < 1e-4

@@ -1,0 +1,104 @@
+"""The size of the pool, by the rules of its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.engine.config import EngineConfig
+from octavo.engine.errors import ConfigError
+from octavo.engine.execution import kv_cache
+from octavo.engine.execution.kv_cache import CPU_DEFAULT_BYTES, kv_block_bytes, num_blocks_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set how much memory the machine says it has."""
+
+    def set_available(num_bytes: int) -> None:
+        monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: num_bytes)
+
+    set_available(64 << 30)
+    return set_available
+
+
+def _config(**options: Any) -> EngineConfig:
+    return EngineConfig.from_options(options)
+
+
+def test_bytes_of_a_block(fake_model: Any) -> None:
+    # keys and values, 2 layers, 16 tokens of 1 head of 32 floats
+    assert kv_block_bytes(fake_model, 16) == 2 * 2 * 16 * 32 * 4
+
+
+def test_the_override_beats_everything(fake_model: Any, available: Any) -> None:
+    config = _config(num_gpu_blocks_override=7, kv_cache_memory_bytes=1 << 20)
+    assert num_blocks_for(config, fake_model, CPU, max_model_len=64) == 7
+
+
+def test_a_size_in_bytes_is_never_exceeded(fake_model: Any, available: Any) -> None:
+    block = kv_block_bytes(fake_model, 16)
+    for num_bytes, expected in ((block, 1), (3 * block - 1, 2), (3 * block, 3)):
+        config = _config(kv_cache_memory_bytes=num_bytes)
+        assert num_blocks_for(config, fake_model, CPU, max_model_len=64) == expected
+
+
+def test_the_default_on_a_cpu(fake_model: Any, available: Any) -> None:
+    block = kv_block_bytes(fake_model, 16)
+
+    def default(window: int | None) -> int:
+        return num_blocks_for(_config(), fake_model, CPU, max_model_len=window)
+
+    assert default(64) == CPU_DEFAULT_BYTES // block
+    assert default(None) == CPU_DEFAULT_BYTES // block
+    long = 3 * CPU_DEFAULT_BYTES // block * 16
+    assert default(long - 15) == long // 16  # one sequence of the window, to the last block
+    available(4 << 20)
+    assert default(64) == (1 << 20) // block  # a quarter of what is left
+
+
+def test_too_little_is_refused_with_the_numbers(fake_model: Any, available: Any) -> None:
+    block = kv_block_bytes(fake_model, 16)
+    with pytest.raises(ConfigError, match=rf"--kv-cache-memory-bytes .*{block} bytes"):
+        num_blocks_for(_config(kv_cache_memory_bytes=1), fake_model, CPU, max_model_len=64)
+    available(1000)
+    with pytest.raises(ConfigError, match="1000 bytes are available"):
+        num_blocks_for(_config(), fake_model, CPU, max_model_len=64)
+
+
+def test_more_than_there_is_is_refused_with_the_numbers(fake_model: Any, available: Any) -> None:
+    block = kv_block_bytes(fake_model, 16)
+    available(10 * block)
+    config = _config(num_gpu_blocks_override=11)
+    with pytest.raises(
+        ConfigError,
+        match=rf"--num-gpu-blocks-override asks for 11 .*{11 * block} bytes; {10 * block} bytes",
+    ):
+        num_blocks_for(config, fake_model, CPU, max_model_len=64)
+
+
+def test_on_a_gpu_other_processes_do_not_change_the_size(
+    fake_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share is of the device's total; what is free only decides whether it can be had."""
+    gib = 1 << 30
+    free = 20 * gib
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(kv_cache, "_cuda_peak_bytes", lambda *args: gib)
+    config = _config(gpu_memory_utilization=0.5)
+    cuda = torch.device("cuda")
+    expected = (12 * gib - gib - kv_cache.CUDA_CONTEXT_BYTES) // kv_block_bytes(fake_model, 16)
+    assert num_blocks_for(config, fake_model, cuda, max_model_len=64) == expected
+    free = 11 * gib
+    assert num_blocks_for(config, fake_model, cuda, max_model_len=64) == expected
+    free = 10 * gib
+    with pytest.raises(ConfigError, match=f"{10 * gib} bytes are available"):
+        num_blocks_for(config, fake_model, cuda, max_model_len=64)
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization leaves no room"):
+        num_blocks_for(_config(gpu_memory_utilization=0.01), fake_model, cuda, max_model_len=64)
