@@ -378,9 +378,6 @@ class Engine(Protocol):
     @property
     def progress(self) -> LoadProgress: ...
 
-    @property
-    def has_chat_template(self) -> bool: ...
-
     def check_ready(self) -> None:
         """Return if requests are accepted now.
 

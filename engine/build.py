@@ -77,7 +77,7 @@ def build_core(
     import torch
 
     from ..kernels.select import select_ops
-    from .execution.kv_cache import num_blocks_for
+    from .execution.kv_cache import kv_block_bytes, num_blocks_for
     from .execution.runner import ModelRunner
     from .memory.kv_cache_manager import KVCacheManager
     from .models.loader import load_model
@@ -87,14 +87,19 @@ def build_core(
     torch.set_num_threads(num_threads)
     device = _device(config.execution.device)
     dtype = _dtype(config.model.dtype, checkpoint, device)
-    ops = select_ops(config.execution.attention_backend, device)
-    model = load_model(checkpoint, ops, dtype=dtype, device=device, progress=report)
-
-    block_size = config.cache.block_size
     max_num_batched_tokens, max_num_seqs = step_limits(
         config.scheduler, on_gpu=device.type == "cuda"
     )
     window = _window(config, checkpoint)
+    ops = select_ops(config.execution.attention_backend, device)
+    model = load_model(
+        checkpoint,
+        ops,
+        dtype=dtype,
+        device=device,
+        progress=lambda stage, fraction: report(stage, 0.9 * fraction),
+    )
+    block_size = config.cache.block_size
     num_blocks = num_blocks_for(config, model, device, max_model_len=window)
     max_model_len = _max_model_len(config, window, num_blocks * block_size)
     report("warming", 0.9)
@@ -128,9 +133,7 @@ def build_core(
         eos_token_ids=checkpoint.eos_token_ids,
         block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache_bytes=model.kv_cache_spec(num_blocks, block_size).block_bytes
-        * num_blocks
-        * model.num_layers,
+        kv_cache_bytes=num_blocks * kv_block_bytes(model, block_size),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         dtype=str(dtype).removeprefix("torch."),

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from .errors import ConfigError
 
-GIB = 1 << 30
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "torch", "reference")
@@ -97,6 +96,7 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "bool": (bool,),
     "str": (str, Path),
+    "strs": (tuple,),
 }
 
 
@@ -108,8 +108,12 @@ def _check_option(option_field: Field[Any], value: Any) -> None:
         return
     kind = meta["kind"]
     expected = _PYTHON_TYPES.get(kind)
-    if expected and (not isinstance(value, expected) or (value is True and kind != "bool")):
+    if expected and (
+        not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool")
+    ):
         raise ConfigError(f"{flag} must be of kind {kind}, got {value!r}.")
+    if kind == "strs" and not all(isinstance(text, str) for text in value):
+        raise ConfigError(f"{flag} must hold texts, got {value!r}.")
     if meta["choices"] is not None and value not in meta["choices"]:
         raise ConfigError(f"{flag} must be one of {', '.join(meta['choices'])}, got {value!r}.")
     if kind in ("int", "size", "float"):
@@ -185,8 +189,8 @@ class CacheConfig(_Checked):
         kind="size",
         unit="bytes",
         least=1,
-        default_text="GPU: from --gpu-memory-utilization. CPU: 512 MiB or one sequence of the "
-        "model's window, whichever is more, but at most a quarter of the free memory",
+        default_text="GPU: from --gpu-memory-utilization. CPU: 512 MiB or one sequence of "
+        "--max-model-len, whichever is more, but at most a quarter of the free memory",
     )
     num_gpu_blocks_override: int | None = option(
         None,
@@ -388,7 +392,15 @@ def available_memory_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text()) - _reclaimable_bytes()
         return available if limit == "max" else max(0, min(available, int(limit) - used))
     except (OSError, ValueError):
         return available
+
+
+def _reclaimable_bytes() -> int:
+    """Page cache that the cgroup's use counts and the kernel gives up when memory is wanted."""
+    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0

@@ -12,6 +12,7 @@
     │   └── CheckpointError         a model file is missing, damaged or not supported
     ├── EngineNotReadyError         the engine is loading or draining (503)
     └── EngineDeadError             the engine ended; nothing more will come of it (503, then exit)
+        └── EngineRefusedError      it never began: options or checkpoint cannot work
 """
 
 from __future__ import annotations
@@ -65,3 +66,7 @@ class EngineNotReadyError(OctavoError):
 
 class EngineDeadError(OctavoError):
     """The engine process or loop ended unexpectedly."""
+
+
+class EngineRefusedError(EngineDeadError):
+    """The engine refused to start: an option or the checkpoint cannot work. The message says which."""

@@ -53,7 +53,7 @@ class RequestRecord:
     max_num_generation_tokens: int  # over its sequences
     num_cached_tokens: int
     n: int
-    max_tokens: int | None
+    max_tokens: int  # that the request could have had
     num_preemptions: int
     e2e_s: float
     queue_s: float | None = None  # arrival to first scheduled

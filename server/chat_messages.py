@@ -17,28 +17,6 @@ from ..engine.errors import InvalidRequestError
 from .schemas import ChatCompletionRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_RESERVED_KWARGS = frozenset(
-    {
-        "messages",
-        "conversation",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "tokenizer",
-        "bos_token",
-        "eos_token",
-        "raise_exception",
-        "strftime_now",
-        "return_dict",
-        "return_tensors",
-        "padding",
-        "truncation",
-        "max_length",
-    }
-)
 
 
 def chat_prompt(body: ChatCompletionRequest) -> ChatPrompt:
@@ -60,15 +38,8 @@ def chat_prompt(body: ChatCompletionRequest) -> ChatPrompt:
         messages=[_message(m, f"messages[{i}]") for i, m in enumerate(body.messages)],
         add_generation_prompt=not continues if generates is None else generates,
         continue_final_message=continues,
-        template_kwargs=_template_kwargs(body.chat_template_kwargs),
+        template_kwargs=body.chat_template_kwargs or {},
     )
-
-
-def _template_kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    for name in kwargs or {}:
-        if name in _RESERVED_KWARGS:
-            _refuse(f"chat_template_kwargs must not set {name}.", "chat_template_kwargs")
-    return kwargs or {}
 
 
 def _message(message: Mapping[str, Any], path: str) -> dict[str, str]:

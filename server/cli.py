@@ -7,6 +7,7 @@ default. Anything wrong is one sentence on stderr and exit code 2, before anythi
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -96,7 +97,20 @@ def _parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
         if "model" in given:
             raise ConfigError("--model and the argument MODEL exclude each other.")
         given["model"] = model
+    if "model" not in given:
+        _refuse_swallowed_model(given)
     return {name: _value(name, value) for name, value in given.items()}
+
+
+def _refuse_swallowed_model(given: dict[str, Any]) -> None:
+    """An option with several values takes every word after it, the model's too."""
+    for name, values in given.items():
+        for value in values if isinstance(values, list) else ():
+            if value.endswith(".gguf") or os.path.isdir(value):
+                raise ConfigError(
+                    f"{flag_of(name)} takes every word after it: put the model first, as in "
+                    f"octavo serve MODEL {flag_of(name)} ..."
+                )
 
 
 def _value(name: str, given: Any) -> Any:

@@ -163,6 +163,7 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
     finally:
         for task in waiting:
             task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def _next(stream: RequestStream) -> RequestOutput | None:

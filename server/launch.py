@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..engine.config import EngineConfig, ServerConfig
-from ..engine.errors import ConfigError, EngineDeadError, OctavoError
+from ..engine.errors import ConfigError, EngineDeadError, EngineRefusedError, OctavoError
 from .banner import banner, base_url, watch_progress
 from .drain import Drain
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 EXIT_DEAD = 1
+EXIT_REFUSED = 2
 KEEP_ALIVE_S = 75  # longer than the usual load balancer's 60
 CLOSE_TIMEOUT_S = 10.0  # for the engine to end its requests and itself
 FLUSH_TIMEOUT_S = 5  # for last events to reach their clients
@@ -49,7 +50,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         The process's exit code.
 
     Raises:
-        ConfigError: the port cannot be bound, or the engine refuses to start.
+        ConfigError: the port cannot be bound, or the model cannot be opened.
     """
     _set_up_logging(server_config.log_level)
     names = model_names(engine_config.model.model, server_config)
@@ -226,9 +227,9 @@ async def _end(
     out: TextIO,
 ) -> int:
     """End the engine, let last events out, stop listening."""
+    code = 0
     if is_dead:
-        out.write(f"octavo: {_death(engine)}\n")
-        out.flush()
+        code = _report_death(engine, out)
         await asyncio.sleep(DEAD_LINGER_S)
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -237,15 +238,21 @@ async def _end(
         logger.error("The engine did not end within %.0f s.", CLOSE_TIMEOUT_S)
     server.should_exit = True
     await serving
-    return EXIT_DEAD if is_dead else 0
+    return code
 
 
-def _death(engine: Engine) -> str:
+def _report_death(engine: Engine, out: TextIO) -> int:
+    """Say why the engine ended. Returns the exit code."""
+    code, reason = EXIT_DEAD, "the engine ended"
     try:
         engine.check_alive()
+    except EngineRefusedError as error:
+        code, reason = EXIT_REFUSED, str(error)
     except OctavoError as error:
-        return str(error) or "the engine ended"
-    return "the engine ended"
+        reason = str(error) or reason
+    out.write(f"octavo: {reason}\n")
+    out.flush()
+    return code
 
 
 def _set_up_logging(level: str) -> None:

@@ -72,11 +72,6 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         "Slots that held a token, summed over steps.",
         lambda s: s.kv_slot_steps_used,
     ),
-    (
-        "octavo:nonfinite_rows",
-        "Rows ended because their logits were not finite.",
-        lambda s: s.num_nonfinite_rows,
-    ),
 )
 
 TTFT_BUCKETS = (

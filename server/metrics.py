@@ -197,7 +197,7 @@ class Metrics:
             "prompt_tokens": "Prompt tokens of one request.",
             "generation_tokens": "Tokens generated for one request.",
             "max_num_generation_tokens": "Tokens of a request's longest answer.",
-            "params_max_tokens": "max_tokens of one request, where it was given.",
+            "params_max_tokens": "Most tokens that one request could have had.",
             "prefill_kv_computed_tokens": "Prompt tokens of one request that were not cached.",
         }
         return {k: self._histogram(f"vllm:request_{k}", v, buckets) for k, v in texts.items()}
@@ -245,5 +245,4 @@ def _observe_lengths(lengths: dict[str, Histogram], record: RequestRecord) -> No
     lengths["generation_tokens"].observe(record.num_generation_tokens)
     lengths["max_num_generation_tokens"].observe(record.max_num_generation_tokens)
     lengths["prefill_kv_computed_tokens"].observe(computed)
-    if record.max_tokens is not None:
-        lengths["params_max_tokens"].observe(record.max_tokens)
+    lengths["params_max_tokens"].observe(record.max_tokens)

@@ -59,7 +59,7 @@ PEER_FLAGS: dict[str, str] = {
     "--max-num-batched-tokens",
     "--long-prefill-token-threshold": "see --max-num-batched-tokens",
     "--scheduling-policy": _POLICY,
-    "--async-scheduling": "the engine decides by itself",
+    "--async-scheduling": "steps run one after the other",
     "--stream-interval": "every token is sent as it comes",
     "--max-num-queued-reqs": "the queue has no limit of its own",
     "--max-num-queued-tokens": "the queue has no limit of its own",

@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine.errors import InvalidRequestError
 from .body import read_json
 from .chat_messages import chat_prompt
 from .context import Context
@@ -38,7 +37,6 @@ def chat_router(context: Context) -> APIRouter:
         context.unknown_fields.notice(raw, {*ChatCompletionRequest.model_fields, *_NEUTRAL})
         context.check_model(body.model)
         prompt = chat_prompt(body)
-        _check_template(context)
         job = Job(
             name=request_id(request),
             prompts=[prompt],
@@ -51,12 +49,3 @@ def chat_router(context: Context) -> APIRouter:
         return await answer(context, request, job, wire)
 
     return router
-
-
-def _check_template(context: Context) -> None:
-    if not context.engine.has_chat_template:
-        raise InvalidRequestError(
-            "The model has no chat template: use /v1/completions, or start octavo with "
-            "--chat-template.",
-            param="messages",
-        )

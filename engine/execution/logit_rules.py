@@ -78,7 +78,7 @@ class LogitRules:
 
 
 def needs_rules(sampling: SamplingParams) -> bool:
-    """Whether a row's logits are drawn from as they are, but for temperature and filters."""
+    """Whether a row's logits are changed before temperature and filters."""
     return bool(sampling.has_penalties or sampling.logit_bias or sampling.min_tokens)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ..api import FinishReason, ResumedSequence, SamplingParams
 from ..memory.block_table import SequenceBlocks
+from ..step import SampleLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,20 @@ class NewRequest:
     priority: int = 0
     cache_salt: str | None = None
     resume: tuple[ResumedSequence, ...] = ()
+
+
+class SequenceUpdate(NamedTuple):
+    """What a step gave one sequence. Crosses to the front end."""
+
+    request_id: str
+    child_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the user's stop id that ended it; None for an end id
+    scheduled_time: float | None = None  # monotonic seconds, with the first token
+    num_preemptions: int = 0  # of the request, so far
+    logprobs: tuple[SampleLogprobs, ...] | None = None
+    error: str | None = None
 
 
 class SequenceStatus(Enum):

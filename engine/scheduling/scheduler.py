@@ -23,13 +23,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..api import FinishReason
 from ..errors import OctavoError
 from ..memory.kv_cache_manager import KVCacheManager
-from ..step import NewRow, RowResult, SampleLogprobs, ScheduledRow, StepPlan, StepResult
-from .request import NewRequest, Request, Sequence, SequenceStatus
+from ..step import NewRow, RowResult, ScheduledRow, StepPlan, StepResult
+from .request import NewRequest, Request, Sequence, SequenceStatus, SequenceUpdate
 
 
 class SchedulingError(OctavoError):
@@ -44,20 +43,6 @@ class SchedulerLimits:
     max_num_seqs: int
     max_model_len: int
     watermark: float = 0.0  # share of blocks
-
-
-class SequenceUpdate(NamedTuple):
-    """What a step gave one sequence. Crosses to the front end."""
-
-    request_id: str
-    child_index: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the user's stop id that ended it; None for an end id
-    scheduled_time: float | None = None  # monotonic seconds, with the first token
-    num_preemptions: int = 0  # of the request, with the last token
-    logprobs: tuple[SampleLogprobs, ...] | None = None
-    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +77,7 @@ class Scheduler:
         self._watermark_blocks = int(limits.watermark * memory.pool.num_blocks)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
+        self._num_waiting = 0  # sequences of requests in the queue
         self._running: list[Sequence] = []  # in order of admission, a request's sequences adjacent
         self._by_seq_id: dict[int, Sequence] = {}
         self._removed_seq_ids: list[int] = []  # to be told to the executor
@@ -106,34 +92,37 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(request.unfinished) for request in self._waiting)
+        return self._num_waiting
 
     @property
     def has_work(self) -> bool:
         """Whether ``schedule()`` has anything to say, be it only what the executor may forget."""
         return bool(self._running or self._waiting or self._removed_seq_ids)
 
-    @property
-    def live_request_ids(self) -> list[str]:
-        return list(self._requests)
-
     def add(self, new: NewRequest) -> None:
-        """Queue a request behind those that came before."""
+        """Queue a request behind those that came before.
+
+        Raises:
+            SchedulingError: its id is in use, or it is of a kind that the door refuses.
+        """
         if new.request_id in self._requests:
             raise SchedulingError(f"request {new.request_id} is added twice")
+        if new.sampling.num_sequences > 1 or any(r.is_finished for r in new.resume):
+            raise SchedulingError(f"request {new.request_id} has more than one live sequence")
         request = Request(new, self._eos_token_ids)
-        num_tokens = len(new.prompt_token_ids) + (new.sampling.max_tokens or 0)
-        max_num_tokens = min(num_tokens, self.limits.max_model_len)
+        max_num_tokens = self.limits.max_model_len
+        if new.sampling.max_tokens is not None:
+            asked = len(new.prompt_token_ids) + new.sampling.max_tokens
+            max_num_tokens = min(asked, max_num_tokens)
         for index in range(new.sampling.num_sequences):
             resumed = new.resume[index].output_token_ids if new.resume else ()
             token_ids = [*new.prompt_token_ids, *resumed]
             sequence = Sequence(self._next_seq_id, request, index, token_ids, max_num_tokens)
-            if new.resume and new.resume[index].is_finished:
-                sequence.status = SequenceStatus.FINISHED
             request.sequences.append(sequence)
             self._next_seq_id += 1
         self._requests[new.request_id] = request
         self._waiting.append(request)
+        self._num_waiting += len(request.sequences)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request; its blocks are free when this returns. ``False`` if it is not known."""
@@ -144,6 +133,7 @@ class Scheduler:
             self._running = [s for s in self._running if s.request is not request]
         else:
             self._waiting.remove(request)
+            self._num_waiting -= len(request.unfinished)
         for sequence in request.unfinished:
             self._drop_blocks(sequence)
             sequence.status = SequenceStatus.FINISHED
@@ -213,6 +203,7 @@ class Scheduler:
             if not self._fits(sequences):
                 return
             self._waiting.popleft()
+            self._num_waiting -= len(sequences)
             if request.scheduled_time is None:
                 request.scheduled_time = self._clock()
             for sequence in sequences:
@@ -270,6 +261,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         self._waiting.appendleft(request)
+        self._num_waiting += len(request.unfinished)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         """Give back the sequence's memory, here and in the executor."""
@@ -350,6 +342,7 @@ class Scheduler:
                 sequence.index,
                 (),
                 FinishReason.ERROR,
+                scheduled_time=request.scheduled_time,
                 num_preemptions=request.num_preemptions,
                 error=row.error,
             )
@@ -367,7 +360,7 @@ class Scheduler:
             reason,
             token_id if is_own_stop else None,
             request.scheduled_time if is_first else None,
-            request.num_preemptions if reason is not None else 0,
+            request.num_preemptions,
             tuple(row.logprobs) if row.logprobs is not None else None,
         )
 
@@ -392,6 +385,8 @@ class Scheduler:
                 raise SchedulingError(f"sequence {sequence.seq_id}: memory and progress disagree")
         if {s.seq_id for s in self._running} != set(self._by_seq_id):
             raise SchedulingError("running sequences and their index disagree")
+        if self._num_waiting != sum(len(request.unfinished) for request in self._waiting):
+            raise SchedulingError("the queue's length is miscounted")
         live = {request.request_id for request in self._waiting}
         live |= {sequence.request.request_id for sequence in self._running}
         if live != set(self._requests):

@@ -50,7 +50,7 @@ class Admission:
         seed: int | None = None,
     ) -> None:
         self._info = info
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._random = random.Random(seed) if seed is not None else secrets.SystemRandom()
 
@@ -109,7 +109,7 @@ class Admission:
 
     def _tokenise(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         limit = self._info.max_model_len
-        max_chars = limit * self._tokenizer.max_token_chars
+        max_chars = limit * self.tokenizer.max_token_chars
         if len(text) > max_chars:
             raise InvalidRequestError(
                 f"The prompt has {len(text)} characters; {limit} tokens, the model's maximum context "
@@ -117,7 +117,7 @@ class Admission:
                 param=param,
                 code="context_length_exceeded",
             )
-        token_ids = self._tokenizer.encode(text, add_special_tokens)
+        token_ids = self.tokenizer.encode(text, add_special_tokens)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param=param)
         self._check_length(len(token_ids), param)
@@ -134,7 +134,7 @@ class Admission:
             )
 
     def _check_ids(self, param: str, token_ids: list[int] | tuple[int, ...]) -> None:
-        invalid = self._tokenizer.first_invalid_id(token_ids)
+        invalid = self.tokenizer.first_invalid_id(token_ids)
         if invalid is not None:
             raise InvalidRequestError(
                 f"{param} holds token id {invalid}, which is not in the vocabulary "
@@ -185,7 +185,7 @@ class Admission:
 
     def _special_stops(self, sampling: SamplingParams) -> dict[int, str]:
         """Stop strings that are the text of one special token, which never shows in the text."""
-        found = {self._tokenizer.special_token_id(text): text for text in sampling.stop}
+        found = {self.tokenizer.special_token_id(text): text for text in sampling.stop}
         return {token_id: text for token_id, text in found.items() if token_id is not None}
 
 

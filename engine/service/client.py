@@ -28,7 +28,13 @@ from ..api import (
 )
 from ..checkpoint.checkpoint import Checkpoint
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineDeadError, EngineNotReadyError, InvalidRequestError
+from ..errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineNotReadyError,
+    EngineRefusedError,
+    InvalidRequestError,
+)
 from ..stats import EngineStats, StatsSink
 from ..text.chat_template import ChatTemplate, load_chat_template
 from ..text.tokenizer import Tokenizer, load_tokenizer
@@ -39,7 +45,6 @@ from .frames import (
     Failed,
     Hello,
     Loading,
-    Shutdown,
     Snapshot,
     Step,
     ToEngine,
@@ -52,8 +57,8 @@ from .process import Launch, pack_launch
 
 logger = logging.getLogger(__name__)
 
-THREAD_CHARS = 4096
-"""Prompts longer than this are tokenised off the event loop."""
+THREAD_SIZE = 4096
+"""Requests with more characters or token ids than this are admitted off the event loop."""
 EXIT_TIMEOUT_S = 2.0
 
 
@@ -123,19 +128,13 @@ class EngineClient(Engine):
         self._config = config
         self._checkpoint = checkpoint
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
-        endpoint = f"ipc://{self._folder}/engine-0.sock"
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.bind(endpoint)
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        launch = pack_launch(Launch(config, endpoint, 0, log_level))
-        if self._process.stdin is None:
-            raise ConfigError("the engine process has no standard input")
-        self._process.stdin.write(launch)
-        self._process.stdin.flush()
-
+        try:
+            self._process = self._spawn(command, log_level)
+        except BaseException:
+            self._release_socket()
+            raise
         self._progress = LoadProgress("starting", 0.0)
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
@@ -144,13 +143,24 @@ class EngineClient(Engine):
         self._chat_template: ChatTemplate | None = None
         self._admission: Admission | None = None
         self._streams: dict[str, EngineStream] = {}
-        self._death: str | None = None
+        self._death: EngineDeadError | None = None
         self._dead: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._text_task: asyncio.Task[None] | None = None
 
     # --- life ------------------------------------------------------------------------------------
+
+    def _spawn(self, command: list[str], log_level: str) -> subprocess.Popen[bytes]:
+        endpoint = f"ipc://{self._folder}/engine-0.sock"
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(endpoint)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        if process.stdin is not None:
+            process.stdin.write(pack_launch(Launch(self._config, endpoint, 0, log_level)))
+            process.stdin.flush()
+        return process
 
     async def start(self) -> None:
         """See :meth:`octavo.engine.api.Engine.start`."""
@@ -171,7 +181,7 @@ class EngineClient(Engine):
             return
         self._drain()
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        self._die(f"The engine process ended {how}.")
+        self._die(EngineDeadError(f"The engine process ended {how}."))
 
     async def _load_text(self) -> None:
         """Read tokenizer and chat template while the engine loads the weights."""
@@ -183,7 +193,12 @@ class EngineClient(Engine):
                 self._checkpoint, self._tokenizer, self._config.model.chat_template
             )
         except ConfigError as error:
-            self._die(str(error))
+            self._die(EngineRefusedError(str(error)))
+            return
+        except Exception as error:
+            logger.exception("the tokenizer cannot be loaded")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
+            return
         self._open_door()
 
     def _open_door(self) -> None:
@@ -193,14 +208,14 @@ class EngineClient(Engine):
             )
             self._progress = LoadProgress("ready", 1.0)
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: EngineDeadError) -> None:
         """The engine is gone: everyone who waits is told, once."""
         if self._death is not None or self._is_closing:
             return
         self._death = reason
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
-            stream.fail(EngineDeadError(reason))
+            stream.fail(reason)
         if self._dead is not None:
             self._dead.set()
 
@@ -215,8 +230,8 @@ class EngineClient(Engine):
         for request_id in list(self._streams):
             self.abort(request_id)
         self._is_closing = True
-        if self._process.poll() is None:
-            self._send(Shutdown())
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # upon which the engine ends, whatever it is doing
         try:
             await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -224,15 +239,17 @@ class EngineClient(Engine):
             await asyncio.to_thread(self._process.wait)
         if self._text_task is not None:
             self._text_task.cancel()
-        self._release()
+        self._release_socket()
 
-    def _release(self) -> None:
-        if self._loop is not None and not self._socket.closed:
-            self._loop.remove_reader(self._socket.FD)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._socket.close()
+    def _release_socket(self) -> None:
+        if not self._socket.closed:
+            if self._loop is not None:
+                self._loop.remove_reader(self._socket.FD)
+            self._socket.close()
         self._context.term()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- state -----------------------------------------------------------------------------------
@@ -248,14 +265,10 @@ class EngineClient(Engine):
     def progress(self) -> LoadProgress:
         return self._progress
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def check_alive(self) -> None:
         """See :meth:`octavo.engine.api.Engine.check_alive`."""
         if self._death is not None:
-            raise EngineDeadError(self._death)
+            raise self._death
 
     def check_ready(self) -> None:
         """See :meth:`octavo.engine.api.Engine.check_ready`."""
@@ -280,26 +293,19 @@ class EngineClient(Engine):
     async def submit(self, requests: Sequence[GenerationRequest]) -> list[EngineStream]:
         """See :meth:`octavo.engine.api.Engine.submit`."""
         admission = self._door()
-        admitted = [await self._admit(admission, request) for request in requests]
-        tokenizer = self._tokenizer
-        self._door()
-        if tokenizer is None:
-            raise EngineNotReadyError("The model is still loading.")
-        request_ids = [one.new.request_id for one in admitted]
-        if len(set(request_ids) | self._streams.keys()) < len(request_ids) + len(self._streams):
+        if sum(map(_prompt_size, requests)) > THREAD_SIZE:
+            admitted = await asyncio.to_thread(_admit_all, admission, requests)
+            self._door()
+        else:
+            admitted = _admit_all(admission, requests)
+        ids = [one.new.request_id for one in admitted]
+        if len(self._streams.keys() | set(ids)) < len(self._streams) + len(ids):
             raise InvalidRequestError("A request with this id is running.", param="request_id")
-        streams = [EngineStream(self, RequestState(one, tokenizer)) for one in admitted]
-        self._streams.update(zip(request_ids, streams, strict=True))
-        self._send(Add(tuple(to_wire(one.new) for one in admitted)))
+        frame = Add(tuple(to_wire(one.new) for one in admitted))
+        streams = [EngineStream(self, RequestState(one, admission.tokenizer)) for one in admitted]
+        self._streams.update(zip(ids, streams, strict=True))
+        self._send(frame)
         return streams
-
-    async def _admit(self, admission: Admission, request: GenerationRequest) -> Admitted:
-        prompt = request.prompt
-        if isinstance(prompt, TextPrompt) and len(prompt.text) <= THREAD_CHARS:
-            return admission.admit(request)
-        if isinstance(prompt, (TextPrompt, ChatPrompt)):
-            return await asyncio.to_thread(admission.admit, request)
-        return admission.admit(request)
 
     def abort(self, request_id: str) -> None:
         """End a request. Unknown ids have finished and are passed over."""
@@ -325,7 +331,11 @@ class EngineClient(Engine):
                 data = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._receive(data)
+            try:
+                self._receive(data)
+            except Exception as error:
+                logger.exception("a frame of the engine cannot be handled")
+                self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
 
     def _receive(self, data: bytes) -> None:
         frame = decode_from_engine(data)
@@ -339,12 +349,14 @@ class EngineClient(Engine):
             if self._sink is not None:
                 self._sink.record_stats(frame.stats)
         elif isinstance(frame, Loading):
+            self._remove_folder()  # connected: the sockets need no name any more
             self._progress = LoadProgress(frame.stage, min(frame.fraction, 0.99))
         elif isinstance(frame, Hello):
             self._info = frame.info
             self._open_door()
         elif isinstance(frame, Failed):
-            self._die(frame.message)
+            kind = EngineRefusedError if frame.is_refusal else EngineDeadError
+            self._die(kind(frame.message))
 
     def _deliver(self, step: Step) -> None:
         now = time.monotonic()
@@ -366,3 +378,15 @@ class EngineClient(Engine):
     def _record_finished(self, state: RequestState) -> None:
         if self._sink is not None:
             self._sink.record_finished(state.record(time.monotonic()))
+
+
+def _prompt_size(request: GenerationRequest) -> int:
+    """Characters or token ids; a chat always counts as large, since its template may be slow."""
+    prompt = request.prompt
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return THREAD_SIZE + 1 if isinstance(prompt, ChatPrompt) else len(prompt.token_ids)
+
+
+def _admit_all(admission: Admission, requests: Sequence[GenerationRequest]) -> list[Admitted]:
+    return [admission.admit(request) for request in requests]

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..scheduling.request import NewRequest
-from ..scheduling.scheduler import Scheduler, SequenceUpdate
+from ..scheduling.request import NewRequest, SequenceUpdate
+from ..scheduling.scheduler import Scheduler
 from ..stats import EngineStats
 from ..step import Executor
 
@@ -51,10 +51,6 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
-
-    @property
-    def live_request_ids(self) -> list[str]:
-        return self._scheduler.live_request_ids
 
     def add(self, request: NewRequest) -> None:
         self._scheduler.add(request)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..api import EngineInfo, ResumedSequence, SamplingParams
-from ..scheduling.request import NewRequest
-from ..scheduling.scheduler import SequenceUpdate
+from ..scheduling.request import NewRequest, SequenceUpdate
 from ..stats import EngineStats
 
 
@@ -41,10 +40,6 @@ class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Front end → engine: nobody wants these any more."""
 
     request_ids: tuple[str, ...]
-
-
-class Shutdown(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Front end → engine: end."""
 
 
 class Loading(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -78,9 +73,10 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Engine → front end, the last frame: why it ends. One sentence for people."""
 
     message: str
+    is_refusal: bool = False  # options or checkpoint cannot work
 
 
-ToEngine = Add | Abort | Shutdown
+ToEngine = Add | Abort
 FromEngine = Loading | Hello | Step | Snapshot | Failed
 
 _encoder = msgspec.msgpack.Encoder()

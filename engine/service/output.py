@@ -6,7 +6,7 @@ One :class:`RequestState` per live request, in the front end or in the offline `
 from __future__ import annotations
 
 from ..api import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from ..scheduling.scheduler import SequenceUpdate
+from ..scheduling.request import SequenceUpdate
 from ..stats import RequestRecord, StatsSink
 from ..text.detokenizer import Detokenizer
 from ..text.stop import StopMatcher
@@ -17,7 +17,7 @@ from .admission import Admitted
 class _SequenceState:
     """Text of one sequence, as far as it may be shown."""
 
-    __slots__ = ("detokenizer", "finish_reason", "matcher", "num_tokens")
+    __slots__ = ("detokenizer", "finish_reason", "matcher", "min_tokens", "num_tokens")
 
     def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
         sampling = admitted.new.sampling
@@ -35,17 +35,21 @@ class _SequenceState:
             if sampling.stop
             else None
         )
+        self.min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
 
     def text_of(self, token_ids: tuple[int, ...], is_last: bool) -> tuple[str, str | None]:
-        """Text that ``token_ids`` make final, and the stop string that it ends with, if any."""
+        """Text that ``token_ids`` make final, and the stop string that it ends with, if any.
+
+        Stop strings count from the first token after ``min_tokens``.
+        """
         if self.detokenizer is None:
             return "", None
         text = self.detokenizer.push(token_ids)
         if is_last:
             text += self.detokenizer.finish()
-        if self.matcher is None:
+        if self.matcher is None or self.num_tokens <= self.min_tokens:
             return text, None
         text, matched = self.matcher.push(text)
         if is_last and matched is None:
@@ -131,7 +135,7 @@ class RequestState:
             max_num_generation_tokens=max(counts),
             num_cached_tokens=0,
             n=new.sampling.n,
-            max_tokens=new.sampling.max_tokens,
+            max_tokens=new.sampling.max_tokens or 0,
             num_preemptions=metrics.num_preemptions,
             e2e_s=now - metrics.arrival_time,
             queue_s=_between(metrics.arrival_time, scheduled),

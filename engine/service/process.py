@@ -13,6 +13,7 @@ import signal
 import struct
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 import setproctitle
@@ -29,7 +30,6 @@ from .frames import (
     FromEngine,
     Hello,
     Loading,
-    Shutdown,
     Snapshot,
     Step,
     decode_to_engine,
@@ -60,10 +60,10 @@ def pack_launch(launch: Launch) -> bytes:
 
 
 def run(build_core: BuildCore) -> int:
-    """Serve until told to stop. The whole life of an engine process.
+    """Serve until the front end closes our standard input. The whole life of an engine process.
 
     Returns:
-        The exit status: 0 after a shutdown, 1 after a failure.
+        The exit status after a failure, 1. A regular end exits from the thread that watches the pipe.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group;
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front end decides when the engine ends
@@ -115,18 +115,19 @@ def _serve(socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore) -> 
             launch.config, launch.epoch, lambda stage, fraction: send(Loading(stage, fraction))
         )
         send(Hello(info))
-        _loop(socket, core, send)
+        return _loop(socket, core, send)
     except ConfigError as error:
-        send(Failed(str(error)))
+        send(Failed(str(error), is_refusal=True))
         return 1
     except Exception as error:
         logger.exception("the engine ends")
         send(Failed(f"{type(error).__name__}: {error}"))
         return 1
-    return 0
 
 
-def _loop(socket: zmq.Socket[bytes], core: EngineCore, send: Callable[[FromEngine], None]) -> None:
+def _loop(
+    socket: zmq.Socket[bytes], core: EngineCore, send: Callable[[FromEngine], None]
+) -> NoReturn:
     """Drain the inbox, compute a step, publish it; sleep on the socket while there is nothing to do."""
     while True:
         is_idle = not core.has_work
@@ -134,24 +135,18 @@ def _loop(socket: zmq.Socket[bytes], core: EngineCore, send: Callable[[FromEngin
             send(Snapshot(core.stats()))
             socket.poll()
         while socket.poll(0):
-            if not _handle(core, socket.recv()):
-                return
+            _handle(core, socket.recv())
         if core.has_work:
             output = core.step()
             if output.num_step_tokens:
                 send(Step(*output))
 
 
-def _handle(core: EngineCore, data: bytes) -> bool:
-    """Take in one frame; ``False`` when it says to end. A damaged frame is dropped."""
-    try:
-        frame = decode_to_engine(data)
-    except msgspec.DecodeError as error:
-        logger.warning("dropped a frame that is not one: %s", error)
-        return True
+def _handle(core: EngineCore, data: bytes) -> None:
+    """Take in one frame. A damaged one is a broken invariant: its only writer is the front end."""
+    frame = decode_to_engine(data)
     if isinstance(frame, Add):
         for request in frame.requests:
             core.add(from_wire(request))
     elif isinstance(frame, Abort):
         core.abort(frame.request_ids)
-    return not isinstance(frame, Shutdown)

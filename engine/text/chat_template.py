@@ -31,7 +31,17 @@ RESERVED_NAMES = frozenset(
         "bos_token",
         "eos_token",
         "tokenize",
+        "tokenizer",
         "chat_template",
+        "conversation",
+        "documents",
+        "raise_exception",
+        "strftime_now",
+        "return_dict",
+        "return_tensors",
+        "padding",
+        "truncation",
+        "max_length",
     }
 )
 """Names that a request's template arguments may not set."""
@@ -221,6 +231,8 @@ def _to_json(
 def _plain(message: Any) -> dict[str, Any]:
     """A message without absent values; its content is a string, which templates concatenate."""
     kept = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(kept.get("content", ""), str):
+        raise InvalidRequestError("A message's content must be a string.", param="messages")
     return {**kept, "content": kept.get("content", "")}
 
 

@@ -106,7 +106,7 @@ class FakeEngine(Engine):
 
     def __init__(self) -> None:
         self.pieces = ["Hel", "lo", " 🌶\n"]
-        self.is_ready, self.is_closed, self.has_template = True, False, True
+        self.is_ready, self.is_closed = True, False
         self.death: str | None = None
         self.error: str | None = None  # streams end with FinishReason.ERROR
         self.hold_at = -1  # streams wait while that many pieces, or fewer, are left
@@ -130,10 +130,6 @@ class FakeEngine(Engine):
     @property
     def progress(self) -> LoadProgress:
         return LoadProgress("ready", 1.0) if self.is_ready else LoadProgress("loading", 0.25)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.has_template
 
     def check_ready(self) -> None:
         self.check_alive()

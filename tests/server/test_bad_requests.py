@@ -141,8 +141,6 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
         400,
         "continue_final_message",
     ),
-    (X, {"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs"),
-    (X, {"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     (X, {"chat_template_kwargs": 5}, 400, "chat_template_kwargs"),
 ]
 

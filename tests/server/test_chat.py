@@ -136,12 +136,3 @@ async def test_template_arguments_arrive(client: httpx.AsyncClient, engine: Fake
     kwargs = {"enable_thinking": False}
     prompt = await rendered(client, engine, messages=HI, chat_template_kwargs=kwargs)
     assert prompt.template_kwargs == kwargs
-
-
-async def test_a_model_without_a_template_says_what_to_do(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    engine.has_template = False
-    answer = await client.post(PATH, json={"messages": HI})
-    assert answer.status_code == 400
-    assert "--chat-template" in answer.json()["error"]["message"]

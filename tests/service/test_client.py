@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -23,6 +24,7 @@ from octavo.engine.api import (
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.config import EngineConfig
 from octavo.engine.errors import (
+    ConfigError,
     EngineDeadError,
     EngineNotReadyError,
     InvalidRequestError,
@@ -186,9 +188,7 @@ def test_stop_string_ends_the_request_in_the_engine_too(tiny_model: Path) -> Non
             sink = Sink()
             client.set_stats_sink(sink)
             await until(lambda: is_ready(client))
-            tokenizer = client._tokenizer
-            assert tokenizer is not None
-            first = tokenizer.encode("A")[0]
+            first = client._door().tokenizer.encode("A")[0]
             (stream,) = await client.submit([request("a", [first], 400, stop=("EFG",))])
             _, text, last = await collect(stream)
             assert text == "BCD"
@@ -254,13 +254,28 @@ def test_chat_is_rendered_by_the_model_template(tiny_model: Path) -> None:
     async def scene() -> None:
         async with running(tiny_model) as client:
             await until(lambda: is_ready(client))
-            assert client.has_chat_template
             prompt = ChatPrompt([{"role": "user", "content": "hi"}])
             chat = GenerationRequest("a", prompt, SamplingParams(max_tokens=1), time.monotonic())
             (stream,) = await client.submit([chat])
             (output,) = [output async for output in stream]
             assert output.prompt == "<|start|>user: hi<|stop|><|start|>assistant: "
             assert 257 in output.prompt_token_ids
+
+    play(scene)
+
+
+def test_a_model_without_a_chat_template_says_what_to_do(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / "tokenizer_config.json").unlink()
+
+    async def scene() -> None:
+        async with running(folder) as client:
+            await until(lambda: is_ready(client))
+            prompt = ChatPrompt([{"role": "user", "content": "hi"}])
+            chat = GenerationRequest("a", prompt, SamplingParams(max_tokens=1), time.monotonic())
+            with pytest.raises(InvalidRequestError, match="--chat-template") as refusal:
+                await client.submit([chat])
+            assert refusal.value.param == "messages"
 
     play(scene)
 
@@ -309,7 +324,6 @@ def test_close_ends_streams_and_leaves_no_process_or_socket(tiny_model: Path) ->
             (stream,) = await client.submit([request("a", [1], 400)])
             await stream.__anext__()
             pid, folder = client._process.pid, client._folder
-            assert folder.stat().st_mode & 0o777 == 0o700
             await client.close()
             _, _, last = await collect(stream)
             assert last.finish_reason is FinishReason.ABORT
@@ -354,13 +368,75 @@ asyncio.run(main())
         time.sleep(0.02)
 
 
-def test_damaged_frames_are_dropped(tiny_model: Path) -> None:
+@pytest.mark.parametrize("data", [b"\x80\x04cos\nsystem\n.", os.urandom(64)])
+def test_a_damaged_frame_ends_the_engine_loudly(tiny_model: Path, data: bytes) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as client:
+            await until(lambda: is_ready(client))
+            (stream,) = await client.submit([request("a", [1], 400)])
+            client._socket.send(data)
+            with pytest.raises(EngineDeadError, match="Error"):
+                await collect(stream)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad vocabulary"), ConfigError("no tokenizer.json")])
+def test_a_tokenizer_that_cannot_be_loaded_is_the_end(
+    tiny_model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("octavo.engine.service.client.load_tokenizer", broken)
+
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await asyncio.wait_for(client.wait_dead(), 10)
+            with pytest.raises(EngineDeadError, match=str(error)):
+                client.check_alive()
+            assert client.progress.stage != "ready"
+
+    play(scene)
+
+
+def test_an_error_while_delivering_fails_the_streams(tiny_model: Path) -> None:
+    class Broken(Sink):
+        def record_inter_token(self, itl_s: float) -> None:
+            raise ZeroDivisionError("sink")
+
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            client.set_stats_sink(Broken())
+            await until(lambda: is_ready(client))
+            (stream,) = await client.submit([request("a", [1])])
+            with pytest.raises(EngineDeadError, match="sink"):
+                await collect(stream)
+
+    play(scene)
+
+
+def test_preemptions_are_told_of_requests_that_end_by_a_stop_string(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, num_gpu_blocks_override=5) as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            ids = [client._door().tokenizer.encode(c)[0] for c in "AB"]
+            first = request("a", [ids[0]] * 30, 40, ignore_eos=True)
+            second = request("b", [ids[1]] * 30, 40, ignore_eos=True, stop=("XYZ",))
+            streams = await client.submit([first, second])
+            await asyncio.gather(*map(collect, streams))
+            by_reason = {record.finish_reason: record for record in sink.records}
+            assert by_reason[FinishReason.STOP].num_preemptions > 0
+
+    play(scene)
+
+
+def test_no_socket_file_is_left_once_the_engine_has_connected(tiny_model: Path) -> None:
     async def scene() -> None:
         async with running(tiny_model) as client:
             await until(lambda: is_ready(client))
-            client._socket.send(b"\x80\x04cos\nsystem\n.")
-            client._socket.send(os.urandom(64))
-            (stream,) = await client.submit([request("a", [1])])
-            assert (await collect(stream))[0] == [2, 3, 4, 5]
+            assert not client._folder.exists()
 
     play(scene)

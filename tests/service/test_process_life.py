@@ -179,7 +179,7 @@ def test_nonfinite_logits_are_an_error_in_openai_s_shape(
         lines = httpx.post(url, json={**bad, "stream": True}).text.split("\n\n")
         assert "finite" in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
         assert httpx.post(url, json=good).json()["choices"][0]["text"] == before
-        assert server.metric("octavo:nonfinite_rows_total") == 2
+        assert server.metric("vllm:corrupted_requests_total") == 2
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_start_with_one_sentence(tmp_path: Path) -> None:
