@@ -168,7 +168,10 @@ class LLM:
             self._core.abort([state.request_id for state in states])
             if bar is not None:
                 bar.close()
-        return [results[state.request_id] for state in states]
+        ordered = [results[state.request_id] for state in states]
+        for result in ordered:
+            result.outputs.sort(key=lambda output: output.index)
+        return ordered
 
     def _params_for(
         self, num_prompts: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -202,11 +205,11 @@ class LLM:
             now = time.monotonic()
             for update in updates:
                 state = states.get(update.request_id)
-                if state is None or state.is_finished:
+                if state is None:
                     continue
                 output, is_stopped_here = state.apply(update, now)
                 if is_stopped_here:
-                    self._core.abort([update.request_id])
+                    self._core.abort([], [(update.request_id, update.child_index)])
                 yield output
 
 

@@ -30,6 +30,7 @@ class EngineStats:
     num_prompt_tokens: int = 0  # prompt tokens computed or found in the cache
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_block_copies: int = 0  # copy-on-write of a shared block
     num_nonfinite_rows: int = 0  # rows ended because their logits were not finite
     kv_slot_steps_allocated: int = 0  # sum over steps of num_used_blocks * block_size
     kv_slot_steps_used: int = 0  # sum over steps of num_used_slots

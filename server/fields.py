@@ -43,7 +43,6 @@ _NULL: tuple[Any, ...] = ()
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # several answers
-    "n": (1,),
     "best_of": (1,),
     "use_beam_search": _OFF,
     "length_penalty": (1, 1.0),
@@ -104,8 +103,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 _HINTS = {
-    "n": "more than one choice is not offered yet, n must be 1",
-    "best_of": "more than one choice is not offered yet, best_of must be 1",
+    "best_of": "all n choices are returned, best_of must be 1",
     "prompt_embeds": "send text or token ids as prompt",
     "chat_template": "templates come from the operator only",
     "response_format": "only the type 'text' is offered",

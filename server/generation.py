@@ -1,7 +1,7 @@
 """Runs an admitted request: from the engine's outputs to an answer, whole or streamed.
 
 Shared by every route that generates. A request with several prompts is several engine requests,
-admitted together; a choice's index is its prompt's.
+admitted together. Each has ``n`` choices: the indices of a prompt's are adjacent, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
     streams = await context.engine.submit(_engine_requests(job))
     headers = {"X-Request-Id": job.name}
     if job.is_streamed:
-        events = _events(streams, wire, includes_usage=job.includes_usage)
+        events = _events(streams, job.sampling.n, wire, includes_usage=job.includes_usage)
         return EventStream(events, lambda: _abort(streams), headers)
     try:
-        content = await until_disconnect(request.receive, _collect(streams, wire))
+        content = await until_disconnect(request.receive, _collect(streams, job.sampling.n, wire))
     finally:
         _abort(streams)
     return json_response(content, headers=headers)
@@ -87,18 +87,20 @@ def _abort(streams: Sequence[RequestStream]) -> None:
 
 
 async def _events(
-    streams: Sequence[RequestStream], wire: Wire, *, includes_usage: bool
+    streams: Sequence[RequestStream], n: int, wire: Wire, *, includes_usage: bool
 ) -> AsyncGenerator[bytes]:
     """The events of a stream, ``[DONE]`` included. A failure is an event of its own."""
     usage = _prompt_usage(streams)
-    opening = b"".join(wire.opening(i) for i in range(len(streams)))
+    opening = b"".join(wire.opening(i) for i in range(n * len(streams)))
     if opening:
         yield opening
     try:
         async with aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 _add(usage, output)
-                chunks = [_chunk(wire, index, one, output.error) for one in output.outputs]
+                chunks = [
+                    _chunk(wire, index * n + one.index, one, output.error) for one in output.outputs
+                ]
                 if any(chunks):
                     yield b"".join(chunks)
         if includes_usage:
@@ -115,18 +117,19 @@ def _chunk(wire: Wire, index: int, output: CompletionOutput, error: str | None) 
     return wire.delta(index, output.text) if output.text else b""
 
 
-async def _collect(streams: Sequence[RequestStream], wire: Wire) -> dict[str, object]:
+async def _collect(streams: Sequence[RequestStream], n: int, wire: Wire) -> dict[str, object]:
     """The whole answer."""
     usage = _prompt_usage(streams)
-    choices = [Choice() for _ in streams]
+    choices = [Choice() for _ in range(n * len(streams))]
     async with aclosing(_merged(streams)) as outputs:
         async for index, output in outputs:
             _add(usage, output)
             for one in output.outputs:
                 _check_failure(one, output.error)
-                choices[index].text.append(one.text)
-                choices[index].finish_reason = one.finish_reason
-                choices[index].stop_reason = one.stop_reason
+                choice = choices[index * n + one.index]
+                choice.text.append(one.text)
+                choice.finish_reason = one.finish_reason
+                choice.stop_reason = one.stop_reason
     return wire.whole(choices, usage)
 
 

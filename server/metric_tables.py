@@ -68,6 +68,11 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         lambda s: s.kv_slot_steps_allocated,
     ),
     (
+        "octavo:copy_on_write",
+        "Blocks copied because a sequence wrote to one that others shared.",
+        lambda s: s.num_block_copies,
+    ),
+    (
         "octavo:kv_slot_steps_used",
         "Slots that held a token, summed over steps.",
         lambda s: s.kv_slot_steps_used,

@@ -15,6 +15,7 @@ from ..engine.errors import InvalidRequestError
 from .schemas import GenerationFields
 
 _FIELDS = (
+    "n",
     "temperature",
     "top_p",
     "top_k",

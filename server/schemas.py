@@ -69,6 +69,7 @@ class GenerationFields(Wire):
     logit_bias: dict[str, Any] | None = Field(
         None, description="Token id, as a plain decimal, to a number in [-100, 100]."
     )
+    n: Int64 | None = Field(None, description="Choices for each prompt.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -27,6 +27,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self._free = deque(range(num_blocks))
+        self._pinned: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -35,6 +36,11 @@ class BlockPool:
     @property
     def num_used_blocks(self) -> int:
         return self.num_blocks - len(self._free)
+
+    @property
+    def free_block_ids(self) -> list[int]:
+        """In the order in which they are used."""
+        return list(self._free)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take free blocks, each with one reference; ``None`` if there are not that many."""
@@ -52,17 +58,35 @@ class BlockPool:
                 raise MemoryInvariantError(f"block {block_id} is shared while it is free")
             self.ref_counts[block_id] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference to each block, the last of the table first."""
+    def release(self, block_ids: Sequence[int]) -> list[int]:
+        """Give back one reference to each block, the last of the table first.
+
+        Returns:
+            The blocks that are free by this.
+        """
+        freed = []
         for block_id in reversed(block_ids):
             if self.ref_counts[block_id] == 0:
                 raise MemoryInvariantError(f"block {block_id} is released while it is free")
             self.ref_counts[block_id] -= 1
-            if self.ref_counts[block_id] == 0:
+            if self.ref_counts[block_id] == 0 and block_id not in self._pinned:
                 self._free.appendleft(block_id)
+                freed.append(block_id)
+        return freed
+
+    def pin(self, block_id: int) -> None:
+        """Keep a block from being used anew, references or not, until :meth:`unpin_all`."""
+        self._pinned.add(block_id)
+
+    def unpin_all(self) -> list[int]:
+        """Let go of pinned blocks. Returns those that are free by this."""
+        freed = [block_id for block_id in self._pinned if self.ref_counts[block_id] == 0]
+        self._pinned.clear()
+        self._free.extendleft(freed)
+        return freed
 
     def check(self) -> None:
-        """Verify that exactly the blocks without references are free, each once.
+        """Verify that exactly the blocks without references and pins are free, each once.
 
         Raises:
             MemoryInvariantError: they are not.
@@ -70,7 +94,8 @@ class BlockPool:
         free = list(self._free)
         if len(set(free)) != len(free):
             raise MemoryInvariantError("a block is in the free queue twice")
-        expected = {block_id for block_id, count in enumerate(self.ref_counts) if count == 0}
+        unused = {block_id for block_id, count in enumerate(self.ref_counts) if count == 0}
+        expected = unused - self._pinned
         if set(free) != expected:
             wrong = sorted(set(free) ^ expected)[:8]
             raise MemoryInvariantError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..step import BlockCopy
 from .block_pool import BlockPool, MemoryInvariantError
 from .block_table import SequenceBlocks
 
@@ -34,6 +35,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.num_groups = num_groups
         self.num_used_slots = 0
+        """Slots that hold a token; those of a shared block count once."""
+        self._num_filled = [0] * num_blocks
         self._sequences: dict[int, SequenceBlocks] = {}
 
     @property
@@ -68,15 +71,72 @@ class KVCacheManager:
 
     def mark_computed(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Note that positions up to ``num_tokens - 1`` are filled."""
-        self.num_used_slots += (num_tokens - blocks.num_tokens) * self.num_groups
+        size, num_filled = self.block_size, self._num_filled
+        for index in range(blocks.num_tokens // size, (num_tokens - 1) // size + 1):
+            filled = min(size, num_tokens - index * size)
+            for table in blocks.tables:
+                block_id = table[index]
+                if filled > num_filled[block_id]:
+                    self.num_used_slots += filled - num_filled[block_id]
+                    num_filled[block_id] = filled
         blocks.num_tokens = num_tokens
+
+    def fork(self, parent: SequenceBlocks, seq_id: int, num_tokens: int) -> SequenceBlocks:
+        """Start a sequence that sees the first ``num_tokens`` tokens of another.
+
+        Every block is shared, a half-full last one too (Kwon et al., 2023, section 4.4).
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        blocks = self.open(seq_id)
+        for mine, theirs in zip(blocks.tables, parent.tables, strict=True):
+            mine.extend(theirs[:num_blocks])
+            self.pool.share(mine)
+        blocks.num_slots = num_blocks * self.block_size
+        blocks.num_tokens = num_tokens
+        return blocks
+
+    def make_writable(self, blocks: SequenceBlocks, position: int) -> list[BlockCopy] | None:
+        """Before ``position`` is written: give the sequence blocks of its own there (copy-on-write).
+
+        The last owner of a block keeps it. The sources are pinned until :meth:`unpin`.
+
+        Returns:
+            Copies to execute before the write; ``None``, and no change, if blocks run out.
+        """
+        index, offset = divmod(position, self.block_size)
+        if index >= len(blocks.tables[0]):
+            return []
+        ref_counts = self.pool.ref_counts
+        shared = [g for g, table in enumerate(blocks.tables) if ref_counts[table[index]] > 1]
+        taken = self.pool.allocate(len(shared))
+        if taken is None:
+            return None
+        copies = []
+        for group, block_id in zip(shared, taken, strict=True):
+            table = blocks.tables[group]
+            copies.append(BlockCopy(group, table[index], block_id))
+            self.pool.pin(table[index])
+            self.pool.release([table[index]])
+            table[index] = block_id
+            self._num_filled[block_id] = offset
+            self.num_used_slots += offset
+            blocks.first_changed_block = min(blocks.first_changed_block, index)
+        return copies
+
+    def unpin(self) -> None:
+        """The step's copies are done: their sources may be used anew."""
+        self._empty(self.pool.unpin_all())
 
     def close(self, seq_id: int) -> None:
         """End a sequence; blocks that nobody else refers to are free at once."""
         blocks = self._sequences.pop(seq_id)
-        self.num_used_slots -= blocks.num_tokens * self.num_groups
         for table in blocks.tables:
-            self.pool.release(table)
+            self._empty(self.pool.release(table))
+
+    def _empty(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.num_used_slots -= self._num_filled[block_id]
+            self._num_filled[block_id] = 0
 
     def check(self) -> None:
         """Verify every invariant of pool and tables. O(blocks + table entries).
@@ -86,30 +146,38 @@ class KVCacheManager:
         """
         self.pool.check()
         references: Counter[int] = Counter()
-        used_slots = 0
         for seq_id, blocks in self._sequences.items():
             self._check_sequence(seq_id, blocks)
             for table in blocks.tables:
                 references.update(table)
-            used_slots += blocks.num_tokens * self.num_groups
         for block_id, count in enumerate(self.pool.ref_counts):
             if references[block_id] != count:
                 seen = references[block_id]
                 raise MemoryInvariantError(
                     f"block {block_id} has {count} references and stands in {seen} block tables"
                 )
-        if used_slots != self.num_used_slots:
+        for block_id in self.pool.free_block_ids:
+            if self._num_filled[block_id]:
+                raise MemoryInvariantError(f"block {block_id} is free and holds tokens")
+        num_filled = sum(self._num_filled)
+        if num_filled != self.num_used_slots:
             raise MemoryInvariantError(
-                f"{used_slots} slots hold tokens, {self.num_used_slots} are counted"
+                f"{num_filled} slots hold tokens, {self.num_used_slots} are counted"
             )
 
     def _check_sequence(self, seq_id: int, blocks: SequenceBlocks) -> None:
+        if not 0 <= blocks.num_tokens <= blocks.num_slots:
+            raise MemoryInvariantError(
+                f"sequence {seq_id}: {blocks.num_tokens} tokens in {blocks.num_slots} slots"
+            )
         for table in blocks.tables:
             if len(table) * self.block_size != blocks.num_slots:
                 raise MemoryInvariantError(f"sequence {seq_id}: table length and slots disagree")
             if len(set(table)) != len(table):
                 raise MemoryInvariantError(f"sequence {seq_id} sees one block at two positions")
-        if not 0 <= blocks.num_tokens <= blocks.num_slots:
-            raise MemoryInvariantError(
-                f"sequence {seq_id}: {blocks.num_tokens} tokens in {blocks.num_slots} slots"
-            )
+            for index in range(-(-blocks.num_tokens // self.block_size)):
+                seen = min(self.block_size, blocks.num_tokens - index * self.block_size)
+                if self._num_filled[table[index]] < seen:
+                    raise MemoryInvariantError(
+                        f"sequence {seq_id} sees tokens in block {table[index]} that are not there"
+                    )

@@ -68,6 +68,7 @@ class Sequence:
         "status",
         "stop_token_ids",
         "token_ids",
+        "unsent_token_ids",
     )
 
     def __init__(
@@ -87,6 +88,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.blocks: SequenceBlocks | None = None
         self.is_known = False  # to the executor
+        self.unsent_token_ids: list[int] = []  # that the executor has not drawn itself
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -110,6 +112,7 @@ class Request:
     __slots__ = (
         "new",
         "num_preemptions",
+        "pending",
         "request_id",
         "scheduled_time",
         "sequences",
@@ -122,8 +125,13 @@ class Request:
         own = frozenset(new.sampling.stop_token_ids)
         self.stop_token_ids = own if new.sampling.ignore_eos else own | eos_token_ids
         self.sequences: list[Sequence] = []
+        self.pending: list[Sequence] = []  # fork from the first one when it has computed the prompt
         self.num_preemptions = 0
         self.scheduled_time: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return any(s.status is SequenceStatus.RUNNING for s in self.sequences)
 
     @property
     def unfinished(self) -> list[Sequence]:

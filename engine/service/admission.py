@@ -64,6 +64,7 @@ class Admission:
         refuse_unsupported(request)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("logit_bias", tuple(sampling.logit_bias or ()))
+        self._check_seats(sampling.n)
         text, prompt_token_ids = self._prompt(request)
         max_tokens = self._max_tokens(len(prompt_token_ids), sampling)
         by_id = self._special_stops(sampling)
@@ -142,6 +143,14 @@ class Admission:
                 param=param,
             )
 
+    def _check_seats(self, n: int) -> None:
+        if n > self._info.max_num_seqs:
+            raise InvalidRequestError(
+                f"n={n} is more than this server computes at the same time: {self._info.max_num_seqs} "
+                "sequences (--max-num-seqs).",
+                param="n",
+            )
+
     # --- lengths ---------------------------------------------------------------------------------
 
     def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
@@ -176,7 +185,7 @@ class Admission:
         needed = num_blocks_needed(num_prompt_tokens, max_tokens, n, self._info.block_size)
         if needed > self._info.num_blocks:
             raise InvalidRequestError(
-                f"A prompt of {num_prompt_tokens} tokens and {n} x {max_tokens} output tokens need "
+                f"A prompt of {num_prompt_tokens} tokens and {n} x {max_tokens} output tokens needs "
                 f"{needed} KV blocks of {self._info.block_size} tokens; there are "
                 f"{self._info.num_blocks}.",
                 param="max_tokens",
@@ -197,8 +206,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     """
     sampling = request.sampling
     asked = {
-        "n": sampling.n > 1,
-        "best_of": (sampling.best_of or 1) > 1,
+        "best_of": (sampling.best_of or sampling.n) != sampling.n,
         "use_beam_search": sampling.use_beam_search,
         "logprobs": sampling.logprobs is not None,
         "prompt_logprobs": sampling.prompt_logprobs is not None,

@@ -360,20 +360,21 @@ class EngineClient(Engine):
 
     def _deliver(self, step: Step) -> None:
         now = time.monotonic()
-        stopped: list[str] = []
+        stopped: list[tuple[str, int]] = []
         for update in step.updates:
             stream = self._streams.get(update.request_id)
             if stream is None:
                 continue
             output, is_stopped_here = stream.state.apply(update, now, self._sink)
             if is_stopped_here:
-                stopped.append(update.request_id)
+                stopped.append((update.request_id, update.child_index))
             if output.finished:
                 del self._streams[update.request_id]
                 self._record_finished(stream.state)
-            stream.put(output)
+            if output.outputs:
+                stream.put(output)
         if stopped:
-            self._send(Abort(tuple(stopped)))
+            self._send(Abort(sequences=tuple(stopped)))
 
     def _record_finished(self, state: RequestState) -> None:
         if self._sink is not None:

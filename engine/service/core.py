@@ -55,10 +55,15 @@ class EngineCore:
     def add(self, request: NewRequest) -> None:
         self._scheduler.add(request)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; unknown ids have just finished and are passed over."""
+    def abort(self, request_ids: Sequence[str], sequences: Sequence[tuple[str, int]] = ()) -> None:
+        """Forget requests, or single sequences ``(request_id, child_index)`` of them.
+
+        Unknown ones have just finished and are passed over.
+        """
         for request_id in request_ids:
             self._scheduler.abort(request_id)
+        for request_id, child_index in sequences:
+            self._scheduler.abort_sequence(request_id, child_index)
         if self._check_invariants:
             self._scheduler.check()
 
@@ -94,6 +99,7 @@ class EngineCore:
             num_prompt_tokens=counters.num_prompt_tokens,
             num_generation_tokens=counters.num_generation_tokens,
             num_preemptions=counters.num_preemptions,
+            num_block_copies=counters.num_block_copies,
             num_nonfinite_rows=counters.num_nonfinite_rows,
             kv_slot_steps_allocated=counters.kv_slot_steps_allocated,
             kv_slot_steps_used=counters.kv_slot_steps_used,

@@ -39,7 +39,8 @@ class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Front end → engine: nobody wants these any more."""
 
-    request_ids: tuple[str, ...]
+    request_ids: tuple[str, ...] = ()
+    sequences: tuple[tuple[str, int], ...] = ()  # (request id, child index), where others go on
 
 
 class Loading(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -17,7 +17,14 @@ from .admission import Admitted
 class _SequenceState:
     """Text of one sequence, as far as it may be shown."""
 
-    __slots__ = ("detokenizer", "finish_reason", "matcher", "min_tokens", "num_tokens")
+    __slots__ = (
+        "detokenizer",
+        "finish_reason",
+        "last_token_time",
+        "matcher",
+        "min_tokens",
+        "num_tokens",
+    )
 
     def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
         sampling = admitted.new.sampling
@@ -38,6 +45,7 @@ class _SequenceState:
         self.min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.last_token_time: float | None = None
 
     def text_of(self, token_ids: tuple[int, ...], is_last: bool) -> tuple[str, str | None]:
         """Text that ``token_ids`` make final, and the stop string that it ends with, if any.
@@ -82,10 +90,13 @@ class RequestState:
         """Take in what one step gave one sequence.
 
         Returns:
-            The delta, and whether a stop string ended a sequence that the engine goes on with.
+            The delta, empty for a sequence that has ended here, and whether a stop string has just
+            ended one that the engine goes on with.
         """
         sequence = self._sequences[update.child_index]
-        self._note_times(update, now, sink)
+        if sequence.finish_reason is not None:
+            return self._output([], None), False
+        self._note_times(sequence, update, now, sink)
         sequence.num_tokens += len(update.token_ids)
         reason, stop_reason = update.finish_reason, None
         shown = update.token_ids
@@ -144,20 +155,23 @@ class RequestState:
             inference_s=_between(scheduled, last),
         )
 
-    def _note_times(self, update: SequenceUpdate, now: float, sink: StatsSink | None) -> None:
+    def _note_times(
+        self, sequence: _SequenceState, update: SequenceUpdate, now: float, sink: StatsSink | None
+    ) -> None:
         metrics = self.metrics
         if update.scheduled_time is not None and metrics.scheduled_time is None:
             metrics.scheduled_time = update.scheduled_time
         metrics.num_preemptions = max(metrics.num_preemptions, update.num_preemptions)
         if not update.token_ids:
             return
-        if metrics.first_token_time is None or metrics.last_token_time is None:
+        previous, sequence.last_token_time = sequence.last_token_time, now
+        metrics.last_token_time = now
+        if metrics.first_token_time is None:
             metrics.first_token_time = now
             if sink is not None:
                 sink.record_first_token(now - metrics.arrival_time)
-        elif sink is not None:
-            sink.record_inter_token(now - metrics.last_token_time)
-        metrics.last_token_time = now
+        if previous is not None and sink is not None:
+            sink.record_inter_token(now - previous)
 
     def _stop_reason(self, update: SequenceUpdate) -> int | str | None:
         stop_id = update.stop_token_id

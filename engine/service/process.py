@@ -149,4 +149,4 @@ def _handle(core: EngineCore, data: bytes) -> None:
         for request in frame.requests:
             core.add(from_wire(request))
     elif isinstance(frame, Abort):
-        core.abort(frame.request_ids)
+        core.abort(frame.request_ids, frame.sequences)

@@ -92,8 +92,8 @@ def test_errors_are_the_sdk_s_own(client: openai.OpenAI) -> None:
         client.completions.create(model="no-such", prompt="x")
     assert "smol" in not_found.value.message
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="smol", prompt="x", n=2)
-    assert refused.value.param == "n"
+        client.completions.create(model="smol", prompt="x", best_of=2)
+    assert refused.value.param == "best_of"
     assert {model.id for model in client.models.list()} == {"smol", "alias"}
 
 

@@ -16,9 +16,9 @@ VOCAB = 97
 EOS = 96
 
 
-def next_token(token_ids: Sequence[int]) -> int:
-    """The fake model: depends on every token so far. Never an end id."""
-    value = len(token_ids)
+def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
+    """The fake model: depends on the seed and every token so far. Never an end id."""
+    value = len(token_ids) + 7919 * seed
     for token_id in token_ids:
         value = (value * 31 + token_id) % 1_000_003
     return value % (VOCAB - 1)
@@ -31,10 +31,17 @@ class FakeExecutor:
         self.block_size = block_size
         self.slots: dict[int, int] = {}
         self.rows: dict[int, list[int]] = {}
+        self.seeds: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}
         self.bad_seq_ids: set[int] = set()
+        self.num_copies = 0
 
     def run(self, plan: StepPlan) -> StepResult:
+        for fork in plan.forks:
+            assert fork.child_seq_id not in self.rows
+            self.rows[fork.child_seq_id] = self.rows[fork.parent_seq_id][: fork.num_tokens]
+            self.tables[fork.child_seq_id] = list(self.tables[fork.parent_seq_id])
+            self.seeds[fork.child_seq_id] = fork.seed
         for seq_id in plan.removed_seq_ids:
             del self.rows[seq_id]
             del self.tables[seq_id]
@@ -42,14 +49,29 @@ class FakeExecutor:
             assert new.seq_id not in self.rows
             self.rows[new.seq_id] = [*new.prompt_token_ids, *new.output_token_ids]
             self.tables[new.seq_id] = []
+            self.seeds[new.seq_id] = new.seed
+        self._copy(plan)
         for row in plan.rows:
             self._write(row)
         return StepResult(
             plan.step_id, tuple(self._sample(row) for row in plan.rows if row.num_samples)
         )
 
+    def _copy(self, plan: StepPlan) -> None:
+        sources = {copy.src_block_id for copy in plan.block_copies}
+        targets = [copy.dst_block_id for copy in plan.block_copies]
+        assert len(set(targets)) == len(targets)
+        assert not sources & set(targets)
+        self.num_copies += len(targets)
+        for _, src, dst in plan.block_copies:
+            for offset in range(self.block_size):
+                if src * self.block_size + offset in self.slots:
+                    value = self.slots[src * self.block_size + offset]
+                    self.slots[dst * self.block_size + offset] = value
+
     def _write(self, row: ScheduledRow) -> None:
         (table,) = row.block_tables
+        self.rows[row.seq_id] += row.appended_token_ids
         mirror = self.tables[row.seq_id]
         mirror[row.first_changed_block :] = table[row.first_changed_block :]
         assert mirror == list(table)
@@ -67,8 +89,10 @@ class FakeExecutor:
         assert row.start + row.num_tokens == len(tokens)
         if row.seq_id in self.bad_seq_ids:
             return RowResult(row.seq_id, (), error="logits are not finite")
-        tokens.append(next_token(tokens))
-        return RowResult(row.seq_id, (tokens[-1],))
+        seed = self.seeds[row.seq_id]
+        samples = [next_token(tokens, seed + i) for i in range(row.num_samples)]
+        tokens.append(samples[0])
+        return RowResult(row.seq_id, samples)
 
 
 class Bench:
@@ -89,8 +113,9 @@ class Bench:
         limits = SchedulerLimits(budget, max_num_seqs, max_model_len, watermark)
         self.scheduler = Scheduler(limits, self.memory, eos_token_ids, clock=lambda: 1.0)
         self.executor = FakeExecutor(block_size)
-        self.outputs: dict[str, list[int]] = {}
-        self.finished: dict[str, SequenceUpdate] = {}
+        self.outputs: dict[str, list[int]] = {}  # of the first sequence
+        self.children: dict[tuple[str, int], list[int]] = {}
+        self.finished: dict[str, SequenceUpdate] = {}  # of the last sequence to end
         self.plans: list[StepPlan] = []
 
     def add(
@@ -106,7 +131,10 @@ class Bench:
         updates, num_tokens = self.scheduler.commit(plan, self.executor.run(plan))
         self.scheduler.check()
         for update in updates:
-            self.outputs.setdefault(update.request_id, []).extend(update.token_ids)
+            key = (update.request_id, update.child_index)
+            self.children.setdefault(key, []).extend(update.token_ids)
+            if update.child_index == 0:
+                self.outputs[update.request_id] = self.children[key]
             if update.finish_reason is not None:
                 self.finished[update.request_id] = update
         return updates, num_tokens
@@ -124,10 +152,10 @@ def bench() -> type[Bench]:
     return Bench
 
 
-def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, seed))
     return tokens[len(prompt) :]
 
 

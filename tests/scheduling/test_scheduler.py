@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from octavo.engine.memory.kv_cache_manager import num_blocks_needed
 from octavo.engine.scheduling.request import NewRequest
 from octavo.engine.scheduling.scheduler import SchedulingError
 
-Expected = Callable[[Sequence[int], int], list[int]]
+Expected = Callable[..., list[int]]
 
 
 def test_one_request_runs_to_its_length(bench: Any, expected: Expected) -> None:
@@ -232,6 +232,8 @@ requests_strategy = st.lists(
         st.integers(1, 30),  # max_tokens
         st.integers(0, 12),  # arrives before this step
         st.one_of(st.none(), st.integers(0, 25)),  # aborted before this step
+        st.integers(1, 4),  # n
+        st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 25))),  # a child's abort
     ),
     min_size=1,
     max_size=14,
@@ -250,14 +252,15 @@ requests_strategy = st.lists(
 def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
     bench: Any,
     expected: Expected,
-    requests: list[tuple[list[int], int, int, int | None]],
+    requests: list[Any],
     block_size: int,
     spare_blocks: int,
     budget: int,
     max_num_seqs: int,
     watermark: float,
 ) -> None:
-    needed = max(num_blocks_needed(len(p), m, 1, block_size) for p, m, _, _ in requests)
+    requests = [(p, m, at, abort, min(n, max_num_seqs), c) for p, m, at, abort, n, c in requests]
+    needed = max(num_blocks_needed(len(p), m, n, block_size) for p, m, _, _, n, _ in requests)
     b = bench(
         num_blocks=needed + spare_blocks,
         block_size=block_size,
@@ -266,12 +269,14 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
         watermark=watermark,
     )
     for step in range(4000):
-        for i, (prompt, max_tokens, arrival, _) in enumerate(requests):
+        for i, (prompt, max_tokens, arrival, _, n, _) in enumerate(requests):
             if arrival == step:
-                b.add(str(i), prompt, max_tokens=max_tokens)
-        for i, (_, _, arrival, abort) in enumerate(requests):
+                b.add(str(i), prompt, max_tokens=max_tokens, n=n)
+        for i, (_, _, arrival, abort, n, child) in enumerate(requests):
             if abort is not None and abort == step and arrival <= step:
                 b.scheduler.abort(str(i))
+            if child is not None and child[1] == step and arrival <= step:
+                b.scheduler.abort_sequence(str(i), child[0] % n)
         b.scheduler.check()
         if b.scheduler.has_work:
             b.step()
@@ -280,9 +285,79 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
     assert not b.scheduler.has_work
     assert b.memory.pool.num_used_blocks == 0
     assert b.executor.rows == {}
-    for i, (prompt, max_tokens, arrival, abort) in enumerate(requests):
-        whole = expected(prompt, max_tokens)
-        got = b.outputs.get(str(i), [])
-        assert got == whole[: len(got)]
-        if abort is None or abort < arrival:
-            assert got == whole
+    for i, (prompt, max_tokens, arrival, abort, n, child) in enumerate(requests):
+        for index in range(n):
+            whole = expected(prompt, max_tokens, index)
+            got = b.children.get((str(i), index), [])
+            assert got == whole[: len(got)]
+            is_cut = child is not None and child[0] % n == index and child[1] >= arrival
+            if not is_cut and (abort is None or abort < arrival):
+                assert got == whole
+
+
+@pytest.mark.parametrize("length", [16, 23, 31, 32])
+def test_forks_share_the_prompt_and_copy_on_write(
+    bench: Any, expected: Expected, length: int
+) -> None:
+    prompt = list(range(length))
+    b = bench(block_size=16, budget=64)
+    b.add("a", prompt, max_tokens=9, n=4)
+    b.step()
+    full, is_partial = divmod(length, 16)
+    assert b.memory.pool.num_used_blocks == full + bool(is_partial)
+    assert b.memory.num_used_slots == length
+    b.step()
+    assert b.memory.pool.num_used_blocks == full + 4
+    assert b.memory.num_used_slots == full * 16 + 4 * (is_partial + 1)
+    b.drain()
+    assert b.executor.num_copies == (3 if is_partial else 0)
+    for index in range(4):
+        assert b.children["a", index] == expected(prompt, 9, index)
+    prefill = [row.num_tokens for plan in b.plans for row in plan.rows if row.num_tokens > 1]
+    assert sum(prefill) == length
+
+
+def test_forked_requests_are_preempted_whole_and_fork_again(bench: Any, expected: Expected) -> None:
+    b = bench(num_blocks=20, block_size=4, budget=32)
+    b.add("first", [1] * 6, max_tokens=20, n=2)
+    b.add("second", [2] * 6, max_tokens=20, n=3)
+    b.drain()
+    assert b.finished["second"].num_preemptions > 0
+    for request_id, token, n in (("first", 1, 2), ("second", 2, 3)):
+        for index in range(n):
+            assert b.children[request_id, index] == expected([token] * 6, 20, index)
+    recomputed = [row for plan in b.plans for row in plan.rows if row.appended_token_ids]
+    assert any(len(row.appended_token_ids) > 1 for row in recomputed)
+
+
+def test_seats_are_kept_for_sequences_that_have_not_forked(bench: Any) -> None:
+    b = bench(budget=4, max_num_seqs=4)
+    b.add("wide", [1] * 12, max_tokens=4, n=3)
+    b.add("two", [2], max_tokens=4, n=2)
+    b.step()
+    b.drain()
+    assert max(len(plan.rows) for plan in b.plans) <= 4
+    admitted = [new.seq_id for plan in b.plans for new in plan.new_rows]
+    assert admitted == [0, 3]
+
+
+def test_a_child_that_ends_at_its_first_token_never_forks(bench: Any, expected: Expected) -> None:
+    ends = [expected([5, 6], 1, index)[0] for index in range(3)]
+    assert len(set(ends)) == 3
+    for end in ends:
+        b = bench(eos_token_ids=(end,))
+        b.add("a", [5, 6], max_tokens=3, n=3)
+        b.step()
+        assert len(b.scheduler._running) == 2
+        b.drain()
+        assert sorted(len(b.children["a", index]) for index in range(3)) == [1, 3, 3]
+
+
+def test_nonfinite_prompt_ends_all_its_sequences(bench: Any) -> None:
+    b = bench()
+    b.add("bad", [1, 2], max_tokens=4, n=3)
+    b.executor.bad_seq_ids.add(0)
+    updates, _ = b.step()
+    assert [u.finish_reason for u in updates] == [FinishReason.ERROR] * 3
+    b.drain()
+    assert b.executor.rows == {}

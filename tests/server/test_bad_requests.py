@@ -91,7 +91,8 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
     (X, {"model": "TINY"}, 404, "model"),
     (X, {"model": 5}, 400, "model"),
     # not supported
-    (C, {"n": 2}, 400, "n"),
+    (C, {"n": 0}, 400, "n"),
+    (C, {"n": 16385}, 400, "n"),
     (C, {"n": True}, 400, "n"),
     (C, {"n": "1"}, 400, "n"),
     (C, {"n": 1.0}, 400, "n"),

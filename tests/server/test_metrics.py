@@ -53,6 +53,7 @@ COUNTERS = {
     *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
     *("vllm:prompt_tokens_cached_total", "vllm:corrupted_requests_total"),
     *("octavo:kv_slot_steps_allocated_total", "octavo:kv_slot_steps_used_total"),
+    "octavo:copy_on_write_total",
     *("octavo:steps_total", "octavo:step_tokens_total", "octavo:engine_busy_seconds_total"),
 }
 

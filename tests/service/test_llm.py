@@ -66,6 +66,49 @@ def test_a_small_pool_changes_no_output(llm: LLM, tiny_model: Path) -> None:
     assert tight == roomy
 
 
+@pytest.mark.parametrize("length", [15, 16, 17, 23, 31, 32])
+@pytest.mark.parametrize("params", [{}, {"presence_penalty": 2.0, "min_tokens": 5}])
+def test_n_children_equal_n_single_runs_with_their_seeds(
+    llm: LLM, length: int, params: dict[str, Any]
+) -> None:
+    prompt = [(7 * i) % 250 for i in range(length)]
+    common = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, **params)
+    seeds = [common.with_changes(seed=3 + i) for i in range(4)]
+    singles = llm.generate([prompt] * 4, seeds, use_tqdm=False)
+    before = llm.stats()
+    (forked,) = llm.generate([prompt], common.with_changes(seed=3, n=4), use_tqdm=False)
+    assert [o.index for o in forked.outputs] == [0, 1, 2, 3]
+    assert [o.token_ids for o in forked.outputs] == [s.outputs[0].token_ids for s in singles]
+    assert llm.stats().num_prompt_tokens - before.num_prompt_tokens == length
+
+
+def test_children_survive_preemption_chunks_and_each_other_s_stops(
+    llm: LLM, tiny_model: Path
+) -> None:
+    params = SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=30, ignore_eos=True)
+    prompts = [[(i * j) % 250 for i in range(1, 20 + j)] for j in range(1, 7)]
+    roomy = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(
+        str(tiny_model),
+        num_gpu_blocks_override=14,
+        max_num_batched_tokens=8,
+        watermark=0.0,
+        check_invariants=True,
+    ) as small:
+        tight = small.generate(prompts, params, use_tqdm=False)
+        assert small.stats().num_preemptions > 0
+    for wide, narrow in zip(roomy, tight, strict=True):
+        assert [o.token_ids for o in wide.outputs] == [o.token_ids for o in narrow.outputs]
+    first = roomy[0].outputs[1]
+    stop = first.text[8:11]
+    (stopped,) = llm.generate([prompts[0]], params.with_changes(stop=(stop,)), use_tqdm=False)
+    for index, output in enumerate(stopped.outputs):
+        whole = roomy[0].outputs[index].text
+        assert output.text == whole.split(stop)[0]
+        assert output.finish_reason is (FinishReason.STOP if stop in whole else FinishReason.LENGTH)
+    assert llm.stats().num_used_blocks == 0
+
+
 def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
     one = [{"role": "user", "content": "hi"}]
     (single,) = llm.chat(one, GREEDY, use_tqdm=False)

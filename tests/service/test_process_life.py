@@ -165,6 +165,54 @@ def test_counting_rule_over_http(server: Any) -> None:
     assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
+def test_n_choices_whole_and_streamed_are_equal_and_leave_nothing(server: Any) -> None:
+    ask = {
+        "prompt": [[1, 2, 3] * 7, [4, 5]],
+        "n": 3,
+        "seed": 1,
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
+    url = f"{server.url}/v1/completions"
+    whole = httpx.post(url, json=ask, timeout=60).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3, 4, 5]
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert len(set(texts)) == 6
+    assert whole["usage"]["completion_tokens"] == 6 * 12
+    assert whole["usage"]["prompt_tokens"] == 21 + 2
+    streamed = [""] * 6
+    ends: list[int] = []
+    with httpx.stream("POST", url, json={**ask, "stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                assert choice["index"] not in ends
+                streamed[choice["index"]] += choice["text"]
+                if choice["finish_reason"]:
+                    ends.append(choice["index"])
+    assert streamed == texts
+    assert server.metric("octavo:copy_on_write_total") == 2 * (2 + 2)
+    assert sorted(ends) == [0, 1, 2, 3, 4, 5]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 3, "seed": 1}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    refused = httpx.post(url, json={**ask, "n": 500})
+    assert refused.json()["error"]["param"] == "n"
+    server.wait_idle(5)
+
+
+def test_clients_that_leave_wide_requests_leave_no_block(server: Any) -> None:
+    wide = {**LONG, "n": 4, "prompt": [3] * 23}
+    for cut in (1, 5, 20):
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=wide, timeout=60
+        ) as response:
+            lines = response.iter_lines()
+            for _ in range(cut):
+                next(lines)
+    server.wait_idle(5)
+
+
 def test_nonfinite_logits_are_an_error_in_openai_s_shape(
     start_server: Callable[..., Any], poisoned_model: Path
 ) -> None:
