@@ -7,7 +7,7 @@ blocks, sequences or tensors.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MAX_N = 16384
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token."""
 
@@ -170,6 +172,8 @@ class SamplingParams:
             if len(text) > MAX_STOP_STRING_CHARS:
                 limit = MAX_STOP_STRING_CHARS
                 _refuse("stop", f"a stop string must be at most {limit} characters long.")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            _refuse("stop_token_ids", f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids.")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id)
         if self.stop and not self.detokenize:
@@ -178,12 +182,17 @@ class SamplingParams:
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
             return
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            _refuse("logit_bias", f"logit_bias must hold at most {MAX_LOGIT_BIAS} tokens.")
         checked: dict[int, float] = {}
         for key, value in self.logit_bias.items():
             _check_int("logit_bias", key)
             _check_range("logit_bias", value, -100.0, 100.0)
             checked[key] = float(value)
         object.__setattr__(self, "logit_bias", checked or None)
+
+
+_MAX_FLOAT = sys.float_info.max
 
 
 def _refuse(param: str, message: str) -> None:
@@ -196,7 +205,8 @@ def _check_int(param: str, value: Any) -> None:
 
 
 def _check_finite(param: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
         _refuse(param, f"{param} must be a finite number, got {value!r}.")
 
 

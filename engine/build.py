@@ -56,6 +56,9 @@ def start_engine(config: EngineConfig, log_level: str = "info") -> EngineClient:
     from .service.client import EngineClient
 
     checkpoint = find_checkpoint(config)
+    _window(config, checkpoint)  # what needs no device is refused before anything is loaded
+    if config.scheduler.max_num_seqs and config.scheduler.max_num_batched_tokens:
+        step_limits(config.scheduler, on_gpu=False)
     command = [sys.executable, "-P", "-m", "octavo.engine.build"]
     return EngineClient(config, checkpoint, command, log_level)
 

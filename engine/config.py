@@ -112,8 +112,8 @@ def _check_option(option_field: Field[Any], value: Any) -> None:
         not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool")
     ):
         raise ConfigError(f"{flag} must be of kind {kind}, got {value!r}.")
-    if kind == "strs" and not all(isinstance(text, str) for text in value):
-        raise ConfigError(f"{flag} must hold texts, got {value!r}.")
+    if kind == "strs" and not (value and all(isinstance(text, str) for text in value)):
+        raise ConfigError(f"{flag} must hold at least one text.")
     if meta["choices"] is not None and value not in meta["choices"]:
         raise ConfigError(f"{flag} must be one of {', '.join(meta['choices'])}, got {value!r}.")
     if kind in ("int", "size", "float"):
@@ -121,7 +121,9 @@ def _check_option(option_field: Field[Any], value: Any) -> None:
 
 
 def _check_bounds(flag: str, value: float, least: float | None, most: float | None) -> None:
-    if value != value or (least is not None and value < least):
+    if not -(2**63) <= value < 2**63:  # NaN is not, either
+        raise ConfigError(f"{flag} must be a number within 64 bits.")
+    if least is not None and value < least:
         raise ConfigError(f"{flag} must be at least {least:g}, got {value:g}.")
     if most is not None and value > most:
         raise ConfigError(f"{flag} must be at most {most:g}, got {value:g}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import TextIO
 
 from ..engine.api import Engine, EngineInfo
@@ -13,7 +14,21 @@ POLL_S = 0.1
 _LABEL_WIDTH = 18
 
 
-async def watch_progress(engine: Engine, out: TextIO) -> None:
+class Console:
+    """Standard error, or nothing where it is closed or full: that is no reason to end a server."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.is_terminal = stream is not None and stream.isatty()
+
+    def write(self, text: str) -> None:
+        if self._stream is not None:
+            with suppress(OSError, ValueError):  # ValueError: closed
+                self._stream.write(text)
+                self._stream.flush()
+
+
+async def watch_progress(engine: Engine, out: Console) -> None:
     """Show how the load goes; return when the engine is ready.
 
     A terminal gets one line that changes, anything else a line per stage.
@@ -21,19 +36,18 @@ async def watch_progress(engine: Engine, out: TextIO) -> None:
     Raises:
         EngineDeadError: loading failed.
     """
-    is_terminal, stage = out.isatty(), ""
+    stage = ""
     try:
         while not _is_ready(engine):
             progress = engine.progress
-            if is_terminal:
+            if out.is_terminal:
                 out.write(f"\r\x1b[Koctavo: {progress.stage} {progress.fraction:4.0%}")
             elif progress.stage != stage:
                 stage = progress.stage
                 out.write(f"octavo: {stage}\n")
-            out.flush()
             await asyncio.sleep(POLL_S)
     finally:
-        if is_terminal:
+        if out.is_terminal:
             out.write("\r\x1b[K")
 
 

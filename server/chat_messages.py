@@ -16,6 +16,7 @@ from ..engine.api import ChatPrompt
 from ..engine.errors import InvalidRequestError
 from .schemas import ChatCompletionRequest
 
+MAX_PARTS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -66,6 +67,8 @@ def _text(content: Any, path: str) -> str:
         return content
     if not isinstance(content, list):
         _refuse(f"{path} must be a string or a list of text parts.", path)
+    if len(content) > MAX_PARTS:
+        _refuse(f"{path} must hold at most {MAX_PARTS} parts.", path)
     return "".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 

@@ -17,7 +17,8 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..engine.errors import NotSupportedError
+from ..engine.api import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from ..engine.errors import InvalidRequestError, NotSupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,28 @@ def check_supported(
 def _is_neutral(value: Any, neutral: Collection[Any]) -> bool:
     """Whether ``value`` asks for nothing. Types count: true is not 1."""
     return value is None or any(type(value) is type(one) and value == one for one in neutral)
+
+
+MAX_LENGTHS = {
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "messages": 4096,
+}
+MAX_FIELDS = 256
+
+
+def check_lengths(body: Mapping[str, Any]) -> None:
+    """Refuse bodies whose mere size would keep the event loop busy, before they are looked at.
+
+    Raises:
+        InvalidRequestError: a list or mapping has too many entries; ``param`` names it.
+    """
+    if len(body) > MAX_FIELDS:
+        raise InvalidRequestError(f"The body has more than {MAX_FIELDS} fields.")
+    for name, most in MAX_LENGTHS.items():
+        value = body.get(name)
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise InvalidRequestError(f"{name} must hold at most {most} entries.", param=name)
 
 
 class UnknownFields:

@@ -19,11 +19,11 @@ import socket
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ..engine.config import EngineConfig, ServerConfig
 from ..engine.errors import ConfigError, EngineDeadError, EngineRefusedError, OctavoError
-from .banner import banner, base_url, watch_progress
+from .banner import Console, banner, base_url, watch_progress
 from .drain import Drain
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(engine, listener, server_config, names))
+            return runner.run(serve(engine, listener, server_config, names, Console(sys.stderr)))
 
 
 def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ async def serve(
     listener: socket.socket,
     config: ServerConfig,
     names: tuple[str, ...],
-    out: TextIO = sys.stderr,
+    out: Console,
 ) -> int:
     """Answer on ``listener`` until a signal or the engine's death, then end the engine.
 
@@ -171,6 +171,7 @@ def _make_server(
     import uvicorn
 
     from .app import create_app
+    from .protocol import HeaderLimitProtocol
 
     class Server(uvicorn.Server):
         """Leaves the signals to :func:`serve`."""
@@ -182,7 +183,7 @@ def _make_server(
     return Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=HeaderLimitProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -196,7 +197,7 @@ def _make_server(
 
 
 async def _announce(
-    engine: Engine, config: ServerConfig, model_name: str, url: str, out: TextIO
+    engine: Engine, config: ServerConfig, model_name: str, url: str, out: Console
 ) -> None:
     try:
         await watch_progress(engine, out)
@@ -204,7 +205,6 @@ async def _announce(
         return  # said by the end of serve
     needs_key = bool(config.api_key)
     out.write(banner(engine.info, model_name, url, needs_key=needs_key))
-    out.flush()
 
 
 async def _drain(
@@ -224,7 +224,7 @@ async def _end(
     serving: asyncio.Task[None],
     *,
     is_dead: bool,
-    out: TextIO,
+    out: Console,
 ) -> int:
     """End the engine, let last events out, stop listening."""
     code = 0
@@ -241,7 +241,7 @@ async def _end(
     return code
 
 
-def _report_death(engine: Engine, out: TextIO) -> int:
+def _report_death(engine: Engine, out: Console) -> int:
     """Say why the engine ended. Returns the exit code."""
     code, reason = EXIT_DEAD, "the engine ended"
     try:
@@ -251,7 +251,6 @@ def _report_death(engine: Engine, out: TextIO) -> int:
     except OctavoError as error:
         reason = str(error) or reason
     out.write(f"octavo: {reason}\n")
-    out.flush()
     return code
 
 

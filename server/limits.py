@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import describe_http
 
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 8 << 20
 
 
 class BodyLimitMiddleware:

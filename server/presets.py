@@ -57,8 +57,8 @@ def _read(path: Path) -> dict[Any, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"--config: {path} cannot be read: {reason}") from None
     if content is None:
         return {}

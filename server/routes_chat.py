@@ -12,7 +12,7 @@ from starlette.responses import Response
 from .body import read_json
 from .chat_messages import chat_prompt
 from .context import Context
-from .fields import check_supported
+from .fields import check_lengths, check_supported
 from .generation import Job, answer, request_id
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
@@ -32,6 +32,7 @@ def chat_router(context: Context) -> APIRouter:
         arrival_time = time.monotonic()
         context.check_accepting()
         raw = await read_json(request)
+        check_lengths(raw)
         check_supported(raw, _NEUTRAL)
         body = parse(ChatCompletionRequest, raw)
         context.unknown_fields.notice(raw, {*ChatCompletionRequest.model_fields, *_NEUTRAL})

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from .body import read_json
 from .context import Context
-from .fields import check_supported
+from .fields import check_lengths, check_supported
 from .generation import Job, answer, request_id
 from .prompts import parse_prompts
 from .sampling import sampling_params
@@ -30,6 +30,7 @@ def completions_router(context: Context) -> APIRouter:
         arrival_time = time.monotonic()
         context.check_accepting()
         raw = await read_json(request)
+        check_lengths(raw)
         check_supported(raw)
         body = parse(CompletionRequest, raw)
         context.unknown_fields.notice(raw, CompletionRequest.model_fields)

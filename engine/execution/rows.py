@@ -28,6 +28,10 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
+_LEAST_TOP_P = 1e-6
+"""Keeps the most likely token only, as any smaller value, and is not 0 in float32."""
+
+
 class RowTable:
     """The live rows. An index into the columns is a sequence's place until it is removed."""
 
@@ -156,7 +160,7 @@ class RowTable:
         columns["num_tokens"][place] = num_tokens
         columns["temperature"][place] = 0.0 if sampling.is_greedy else sampling.temperature
         columns["top_k"][place] = min(sampling.top_k, self._vocab_size)
-        columns["top_p"][place] = sampling.top_p
+        columns["top_p"][place] = max(sampling.top_p, _LEAST_TOP_P)
         columns["min_p"][place] = sampling.min_p
         columns["seed"][place] = (seed + 2**63) % 2**64 - 2**63  # children of the largest wrap
         self.sampling[place] = sampling

@@ -20,6 +20,7 @@ from .logit_rules import RuledRow, apply_rules
 from .rows import RowTable
 
 NONFINITE = "the model's logits are not finite"
+NOTHING_LEFT = "penalties, bias and min_tokens leave no token that could be drawn"
 
 
 class SampledRow(NamedTuple):
@@ -45,22 +46,25 @@ class Sampler:
             rows: one per row of the logits, at least one.
 
         Returns:
-            One result per row. A row with a NaN, +inf or nothing but -inf gets an error; no other
-            row's result depends on it.
+            One result per row. A row with a NaN, +inf or nothing but -inf, as the model gave it or
+            after the row's own rules, gets an error; no other row's result depends on it.
         """
-        is_bad = ~torch.isfinite(logits.amax(dim=-1))
-        if bool(is_bad.any()):
-            logits[is_bad] = 0.0
+        is_bad = _replace_nonfinite(logits)
         raw = self._copy_for_logprobs(logits, rows)
-        apply_rules(logits, self._ruled(rows))
+        ruled = self._ruled(rows)
+        is_ruled_out = [False] * len(rows)
+        if ruled:
+            apply_rules(logits, ruled)
+            is_ruled_out = _replace_nonfinite(logits)
         drawn = self._draw(logits, rows)
         results = []
         first = 0
-        for row, is_row_bad in zip(rows, is_bad.tolist(), strict=True):
+        for index, row in enumerate(rows):
             token_ids = drawn[first : first + row.num_samples]
             first += row.num_samples
-            if is_row_bad:
-                results.append(RowResult(row.seq_id, (), error=NONFINITE))
+            if is_bad[index] or is_ruled_out[index]:
+                error = NONFINITE if is_bad[index] else NOTHING_LEFT
+                results.append(RowResult(row.seq_id, (), error=error))
             else:
                 results.append(RowResult(row.seq_id, token_ids))
         return self._with_logprobs(results, raw, rows)
@@ -125,6 +129,14 @@ class Sampler:
                 logprobs = sample_logprobs(logits, result.token_ids, num_top)
                 results[index] = result._replace(logprobs=logprobs)
         return results
+
+
+def _replace_nonfinite(logits: Tensor) -> list[bool]:
+    """Zero the rows of ``[num_rows, vocab_size]`` that cannot be drawn from; say which they are."""
+    is_bad = ~torch.isfinite(logits.amax(dim=-1))
+    if bool(is_bad.any()):
+        logits[is_bad] = 0.0
+    return is_bad.tolist()
 
 
 def sample_logprobs(

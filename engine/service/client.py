@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 THREAD_SIZE = 4096
 """Requests with more characters or token ids than this are admitted off the event loop."""
 EXIT_TIMEOUT_S = 2.0
+MAX_FOLDER_CHARS = 80
+"""Unix sockets' names have about 100 characters at most."""
 
 
 class EngineStream:
@@ -127,14 +129,14 @@ class EngineClient(Engine):
     ) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
+        self._folder = _socket_folder()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         try:
             self._process = self._spawn(command, log_level)
-        except BaseException:
+        except OSError as error:
             self._release_socket()
-            raise
+            raise ConfigError(f"The engine process cannot be started: {error}.") from error
         self._progress = LoadProgress("starting", 0.0)
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
@@ -379,6 +381,15 @@ class EngineClient(Engine):
     def _record_finished(self, state: RequestState) -> None:
         if self._sink is not None:
             self._sink.record_finished(state.record(time.monotonic()))
+
+
+def _socket_folder() -> Path:
+    """A new folder with mode 0700, its path short enough for the name of a socket."""
+    folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+    if len(str(folder)) > MAX_FOLDER_CHARS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="octavo-", dir="/tmp"))
+    return folder
 
 
 def _prompt_size(request: GenerationRequest) -> int:

@@ -55,28 +55,25 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def expected(model_path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers makes of the prompts: greedy, float32, 64 tokens, each alone."""
+def greedy_choices(model_path: Path) -> Callable[[list[int], list[int]], list[int]]:
+    """``(prompt, output)`` → what transformers would choose at each position of the output, in float32.
+
+    Equal to the output if and only if transformers, generating from the prompt, gives that output.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         model_path.parent, gguf_file=model_path.name, dtype=torch.float32
     )
-    outputs = []
-    with torch.inference_mode():  # from_pretrained returns models in evaluation mode
-        for prompt in prompts:
-            ids = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=64,
-                min_new_tokens=64,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            outputs.append(ids[0, len(prompt) :].tolist())
-    return outputs
+
+    def choices(prompt: list[int], output: list[int]) -> list[int]:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output])).logits[0]
+        ids: list[int] = logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        return ids
+
+    return choices
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +24,42 @@ def generate(model: Path, prompts: list[list[int]], **options: Any) -> tuple[lis
         return [output.outputs[0].token_ids for output in outputs], stats.num_preemptions
 
 
-def test_alone(model_path: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+@pytest.fixture(scope="module")
+def alone(model_path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Each prompt's output, computed alone."""
     with LLM(str(model_path), dtype="float32") as llm:
-        for prompt, ids in zip(prompts, expected, strict=True):
-            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
-            assert output.outputs[0].token_ids == ids
+        outputs = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_alone(
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    greedy_choices: Callable[[list[int], list[int]], list[int]],
+) -> None:
+    assert [len(ids) for ids in alone] == [64] * 20
+    for prompt, ids in zip(prompts, alone, strict=True):
+        assert greedy_choices(prompt, ids) == ids
 
 
 def test_in_a_batch_of_twenty(
-    model_path: Path, prompts: list[list[int]], expected: list[list[int]]
+    model_path: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
     ids, num_preemptions = generate(model_path, prompts)
-    assert ids == expected
+    assert ids == alone
     assert num_preemptions == 0
 
 
 def test_with_a_pool_so_small_that_sequences_are_preempted(
-    model_path: Path, prompts: list[list[int]], expected: list[list[int]]
+    model_path: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
     ids, num_preemptions = generate(model_path, prompts, num_gpu_blocks_override=40)
-    assert ids == expected
+    assert ids == alone
     assert num_preemptions > 0
 
 
 def test_with_prefill_chunks_of_seven(
-    model_path: Path, prompts: list[list[int]], expected: list[list[int]]
+    model_path: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
     ids, _ = generate(model_path, prompts, max_num_batched_tokens=7)
-    assert ids == expected
+    assert ids == alone

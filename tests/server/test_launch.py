@@ -19,7 +19,7 @@ import pytest
 from octavo.engine.api import Engine
 from octavo.engine.config import ServerConfig
 from octavo.engine.errors import ConfigError
-from octavo.server.banner import base_url, curl_line
+from octavo.server.banner import Console, base_url, curl_line
 from octavo.server.launch import bind, model_names, serve
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ async def running(engine: Engine, **options: Any) -> AsyncIterator[Running]:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = ServerConfig(**options)
-    task = asyncio.create_task(serve(engine, listener, config, ("tiny",), out))
+    task = asyncio.create_task(serve(engine, listener, config, ("tiny",), Console(out)))
     try:
         async with httpx.AsyncClient(base_url=url) as client:
             await client.get("/health")

@@ -66,6 +66,15 @@ def test_a_small_pool_changes_no_output(llm: LLM, tiny_model: Path) -> None:
     assert tight == roomy
 
 
+def test_a_seeded_sample_is_the_same_in_any_company(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+    (alone,) = llm.generate("some prompt", seeded, use_tqdm=False)
+    others = [f"prompt {i}" * (i + 1) for i in range(6)]
+    params = [seeded, *[seeded.with_changes(seed=None, max_tokens=5 + i) for i in range(6)]]
+    crowd = llm.generate(["some prompt", *others], params, use_tqdm=False)
+    assert crowd[0].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("length", [15, 16, 17, 23, 31, 32])
 @pytest.mark.parametrize("params", [{}, {"presence_penalty": 2.0, "min_tokens": 5}])
 def test_n_children_equal_n_single_runs_with_their_seeds(

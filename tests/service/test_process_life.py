@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -242,3 +243,117 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_one_sentence(tmp_path
     assert done.returncode != 0
     assert "model.gguf" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+CANARY = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+
+
+def send_raw(url: str, data: bytes, pieces: int = 1) -> bytes:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        size = -(-len(data) // pieces)
+        received = b""
+        try:
+            for begin in range(0, len(data), size):
+                client.sendall(data[begin : begin + size])
+            while part := client.recv(65536):
+                received += part
+        except ConnectionError:
+            pass
+        return received
+
+
+def test_hostile_parameters_end_their_own_request_only(server: Any) -> None:
+    url = f"{server.url}/v1/completions"
+    before = httpx.post(url, json=CANARY).json()["choices"][0]["text"]
+    hostile: list[tuple[dict[str, Any], int]] = [
+        ({"top_p": 1e-50}, 200),
+        ({"top_p": 5e-324, "top_k": 5}, 200),
+        ({"top_k": 5, "repetition_penalty": 1e-44, "prompt": [1] * 9}, 500),
+        ({"repetition_penalty": 1e300, "prompt": [1] * 9}, 200),
+        ({"min_tokens": 2, "stop_token_ids": list(range(259))}, 500),
+        ({"min_tokens": 2, "stop_token_ids": list(range(259)), "temperature": 0}, 500),
+        ({"logit_bias": {"5": 10**400}}, 400),
+        ({"logit_bias": {str(i): -1 for i in range(2000)}}, 400),
+        ({"stop_token_ids": [5] * 2_000_000}, 400),
+        ({"temperature": 10**400}, 400),
+        ({"seed": 2**63 - 1, "n": 3}, 200),
+        ({"seed": -(2**63)}, 200),
+    ]
+    for body, status in hostile:
+        answer = httpx.post(url, json={"prompt": [1, 2], "max_tokens": 3, **body}, timeout=60)
+        assert answer.status_code == status, (str(body)[:80], answer.text[:200])
+        if status != 200:
+            assert answer.json()["error"]["message"]
+        again = httpx.post(url, json=CANARY).json()["choices"][0]["text"]
+        assert again == before
+    server.wait_idle(5)
+
+
+def test_endless_headers_are_refused_and_large_bodies_are_not(server: Any) -> None:
+    endless = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 300_000
+    assert send_raw(server.url, endless).startswith(b"HTTP/1.1 431")
+    body = json.dumps({**CANARY, "user": "u" * 500_000}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    )
+    for pieces in (1, 7):
+        assert send_raw(server.url, head + body, pieces).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full", "0<&- 1>&- 2>&-"])
+def test_a_closed_or_full_stderr_is_no_reason_to_end(tiny_model: Path, redirect: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = f"exec {sys.executable} -m octavo serve {tiny_model} --port {port} {redirect}"
+    process = subprocess.Popen(["bash", "-c", command])
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            try:
+                if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--seed", "1180591620717411303424"],
+        ["--kv-cache-memory-bytes", "1e30"],
+        ["--num-gpu-blocks-override", "99999999999999999999"],
+        ["--max-model-len", "9000"],
+        ["--max-num-seqs", "64", "--max-num-batched-tokens", "8"],
+        ["--chat-template", "/nonexistent"],
+        ["--tokenizer", "/nonexistent"],
+        ["--device", "cuda"],
+        ["--api-key", "k", "."],
+    ],
+)
+def test_what_cannot_work_is_refused_with_one_sentence_and_exit_code_two(
+    tiny_model: Path, flags: list[str]
+) -> None:
+    model = [] if flags[0] == "--api-key" else [str(tiny_model)]
+    command = [sys.executable, "-m", "octavo", "serve", *model, "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert flags[0].lstrip("-").split("-")[0] in done.stderr
+
+
+def test_a_long_tmpdir_does_not_keep_the_engine_from_starting(
+    tiny_model: Path, tmp_path: Path, start_server: Callable[..., Any], monkeypatch: Any
+) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with start_server(str(tiny_model)) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=CANARY).status_code == 200

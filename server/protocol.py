@@ -1,0 +1,41 @@
+"""uvicorn's HTTP protocol with a limit on what comes before a request's body."""
+
+from __future__ import annotations
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEADER_BYTES = 64 << 10
+
+_REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class HeaderLimitProtocol(HttpToolsProtocol):
+    """Closes a connection that sends more than 64 KiB of request line and headers.
+
+    The parser gathers them without a bound, before any route or key is looked at.
+    """
+
+    _num_header_bytes = 0
+    _is_in_body = False
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = 0
+        self._is_in_body = False
+
+    def on_headers_complete(self) -> None:
+        self._is_in_body = True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._num_header_bytes = 0
+        self._is_in_body = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_in_body:
+            self._num_header_bytes += len(data)
+        super().data_received(data)
+        if not self._is_in_body and self._num_header_bytes > MAX_HEADER_BYTES:
+            self.transport.write(_REFUSAL)
+            self.transport.close()
