@@ -17,9 +17,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Threads of PyTorch in this process sleep while they wait, as they do in an engine process: where the
+# Threads of PyTorch in this process soon sleep while they wait, as they do in an engine process: where the
 # tests share the cores with anything else, spinning ones make each step many times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Loaded machines are slow machines: no test fails for its wall time alone (pytest-timeout ends a hang).
 _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -138,7 +138,9 @@ def _loop(
             _handle(core, socket.recv())
         if core.has_work:
             output = core.step()
-            if output.num_step_tokens:
+            if (
+                output.updates or output.num_step_tokens
+            ):  # else only the executor was told something
                 send(Step(*output))
 
 
