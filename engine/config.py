@@ -368,19 +368,6 @@ def resolve_server(config: ServerConfig, environ: Mapping[str, str] | None = Non
     return config
 
 
-def engine_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The engine process's environment: ours, and compute threads that soon sleep while they wait.
-
-    By default OpenMP's threads spin for milliseconds. On a machine with anything else to do, each of a
-    step's hundreds of barriers then waits until a spinning thread's time slice is over (docs/adr/0006).
-    Whoever sets OMP_WAIT_POLICY or GOMP_SPINCOUNT decides.
-    """
-    environ = os.environ if environ is None else environ
-    if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
-        return dict(environ)
-    return {**environ, "GOMP_SPINCOUNT": "1000"}
-
-
 def num_cpu_threads(environ: Mapping[str, str] | None = None) -> int:
     """Compute threads: OMP_NUM_THREADS, else the CPUs that affinity and the cgroup quota leave."""
     environ = os.environ if environ is None else environ

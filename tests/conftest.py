@@ -17,8 +17,8 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Threads of PyTorch in this process soon sleep while they wait, as they do in an engine process: where the
-# tests share the cores with anything else, spinning ones make each step many times slower.
+# PyTorch's threads, here and in servers that tests start, soon sleep while they wait: tests share the cores
+# with their own clients (docs/adr/0006).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Loaded machines are slow machines: no test fails for its wall time alone (pytest-timeout ends a hang).

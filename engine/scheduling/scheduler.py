@@ -226,7 +226,10 @@ class Scheduler:
             count = min(len(sequence.token_ids) - start, budget)
             if sequence.request.pending:
                 count = min(count, sequence.num_prompt_tokens - start)
-            if not self._make_room(sequence, start, count, copies):
+            blocks = sequence.blocks
+            has_room = blocks is not None and start + count <= blocks.num_slots
+            is_alone = len(sequence.request.sequences) == 1
+            if not (has_room and is_alone) and not self._make_room(sequence, start, count, copies):
                 for victim in self._preempt(running[-1].request, rows):
                     copies.pop(victim, None)
                 if position >= len(running):
@@ -402,11 +405,13 @@ class Scheduler:
             sequence = self._by_seq_id.get(row.seq_id)
             if sequence is not None:
                 updates += self._take(sequence, row)
-        self._fork_pending(plan)
-        for update in updates:
-            if update.finish_reason is not None:
-                self._finish(self._requests[update.request_id], update.child_index)
-        self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
+        if self._num_pending:
+            self._fork_pending(plan)
+        finished = [update for update in updates if update.finish_reason is not None]
+        for update in finished:
+            self._finish(self._requests[update.request_id], update.child_index)
+        if finished:
+            self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         self.memory.unpin()
         num_generated = sum(len(update.token_ids) for update in updates)
         self.counters.num_generation_tokens += num_generated
