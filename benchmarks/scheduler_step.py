@@ -15,8 +15,9 @@ import time
 
 from octavo.engine.api import SamplingParams
 from octavo.engine.memory.kv_cache_manager import KVCacheManager
+from octavo.engine.scheduling.limits import SchedulerLimits
 from octavo.engine.scheduling.request import NewRequest
-from octavo.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.step import RowResult, StepPlan, StepResult
 
 

@@ -84,7 +84,8 @@ def build_core(
     from .execution.runner import ModelRunner
     from .memory.kv_cache_manager import KVCacheManager
     from .models.loader import load_model
-    from .scheduling.scheduler import Scheduler, SchedulerLimits
+    from .scheduling.limits import SchedulerLimits
+    from .scheduling.scheduler import Scheduler
 
     num_threads = num_cpu_threads()
     torch.set_num_threads(num_threads)

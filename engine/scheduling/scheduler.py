@@ -27,51 +27,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from ..api import FinishReason
-from ..errors import OctavoError
 from ..memory.kv_cache_manager import KVCacheManager
 from ..step import (
     BlockCopy,
     Fork,
     NewRow,
     RowResult,
-    SampleLogprobs,
     ScheduledRow,
     StepPlan,
     StepResult,
 )
+from .limits import SchedulerCounters, SchedulerLimits, SchedulingError
 from .request import NewRequest, Request, Sequence, SequenceStatus, SequenceUpdate
-
-
-class SchedulingError(OctavoError):
-    """The scheduler's state contradicts itself. The engine must not go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What a step may hold, resolved."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    watermark: float = 0.0  # share of blocks
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Cumulative since the start."""
-
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    num_preemptions: int = 0
-    num_block_copies: int = 0
-    num_nonfinite_rows: int = 0
-    kv_slot_steps_allocated: int = 0
-    kv_slot_steps_used: int = 0
+from .updates import appended, failed
 
 
 class Scheduler:
@@ -480,46 +449,13 @@ class Scheduler:
             drawn += sequence.request.pending
         if row.error is not None:
             self.counters.num_nonfinite_rows += 1
-            return [self._failed(one, row.error) for one in drawn]
+            return [failed(one, row.error) for one in drawn]
         updates = []
         for one in drawn:
             sample = one.index - sequence.index
             logprobs = None if row.logprobs is None else row.logprobs[sample]
-            updates.append(self._appended(one, row.token_ids[sample], logprobs))
+            updates.append(appended(one, row.token_ids[sample], logprobs))
         return updates
-
-    def _failed(self, sequence: Sequence, error: str) -> SequenceUpdate:
-        request = sequence.request
-        return SequenceUpdate(
-            request.request_id,
-            sequence.index,
-            (),
-            FinishReason.ERROR,
-            scheduled_time=request.scheduled_time,
-            num_preemptions=request.num_preemptions,
-            error=error,
-        )
-
-    def _appended(
-        self, sequence: Sequence, token_id: int, logprobs: SampleLogprobs | None
-    ) -> SequenceUpdate:
-        request = sequence.request
-        is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
-        sequence.token_ids.append(token_id)
-        reason = sequence.finish_reason()
-        is_own_stop = (
-            reason is FinishReason.STOP and token_id in request.new.sampling.stop_token_ids
-        )
-        return SequenceUpdate(
-            request.request_id,
-            sequence.index,
-            (token_id,),
-            reason,
-            token_id if is_own_stop else None,
-            request.scheduled_time if is_first else None,
-            request.num_preemptions,
-            None if logprobs is None else (logprobs,),
-        )
 
     def _finish(self, request: Request, child_index: int) -> None:
         sequence = request.sequences[child_index]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from octavo.engine.api import FinishReason, ResumedSequence, SamplingParams
 from octavo.engine.memory.kv_cache_manager import num_blocks_needed
+from octavo.engine.scheduling.limits import SchedulingError
 from octavo.engine.scheduling.request import NewRequest
-from octavo.engine.scheduling.scheduler import SchedulingError
 
 Expected = Callable[..., list[int]]
 

@@ -16,7 +16,8 @@ from octavo.engine.api import EngineInfo
 from octavo.engine.config import EngineConfig
 from octavo.engine.errors import ConfigError
 from octavo.engine.memory.kv_cache_manager import KVCacheManager
-from octavo.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from octavo.engine.scheduling.limits import SchedulerLimits
+from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.service.core import EngineCore
 from octavo.engine.service.process import run
 from octavo.engine.step import RowResult, StepPlan, StepResult

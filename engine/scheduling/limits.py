@@ -1,0 +1,36 @@
+"""The scheduler's limits, counters and the error of its broken invariants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import OctavoError
+
+
+class SchedulingError(OctavoError):
+    """The scheduler's state contradicts itself. The engine must not go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What a step may hold, resolved."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    watermark: float = 0.0  # share of blocks
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Cumulative since the start."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_block_copies: int = 0
+    num_nonfinite_rows: int = 0
+    kv_slot_steps_allocated: int = 0
+    kv_slot_steps_used: int = 0

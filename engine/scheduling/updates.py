@@ -1,0 +1,40 @@
+"""What a step means for one sequence: its token or its failure, as an update for the front end."""
+
+from __future__ import annotations
+
+from ..api import FinishReason
+from ..step import SampleLogprobs
+from .request import Sequence, SequenceUpdate
+
+
+def failed(sequence: Sequence, error: str) -> SequenceUpdate:
+    """The end of a sequence whose row could not be sampled."""
+    request = sequence.request
+    return SequenceUpdate(
+        request.request_id,
+        sequence.index,
+        (),
+        FinishReason.ERROR,
+        scheduled_time=request.scheduled_time,
+        num_preemptions=request.num_preemptions,
+        error=error,
+    )
+
+
+def appended(sequence: Sequence, token_id: int, logprobs: SampleLogprobs | None) -> SequenceUpdate:
+    """Append a token to the sequence, and say what that means: more of it, or its end."""
+    request = sequence.request
+    is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
+    sequence.token_ids.append(token_id)
+    reason = sequence.finish_reason()
+    is_own_stop = reason is FinishReason.STOP and token_id in request.new.sampling.stop_token_ids
+    return SequenceUpdate(
+        request.request_id,
+        sequence.index,
+        (token_id,),
+        reason,
+        token_id if is_own_stop else None,
+        request.scheduled_time if is_first else None,
+        request.num_preemptions,
+        None if logprobs is None else (logprobs,),
+    )
