@@ -182,6 +182,9 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="default: the first of /v1/models")
     parser.add_argument("--work", default="A,B")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--first-repeat", type=int, default=0, help="choose other texts of equal size"
+    )
     parser.add_argument("--label", default="octavo")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -211,7 +214,7 @@ def main() -> None:
             report({"work": "start", "first_token_s": round(first, 2)})
         model = args.model or httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         asyncio.run(run(url, model, "W", 0, ids))
-        for repeat in range(args.repeats):
+        for repeat in range(args.first_repeat, args.first_repeat + args.repeats):
             for name in args.work.split(","):
                 report(asyncio.run(run(url, model, name, repeat, ids)))
         if process is not None:
