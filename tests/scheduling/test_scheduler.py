@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.engine.api import FinishReason, ResumedSequence, SamplingParams
@@ -240,7 +240,6 @@ requests_strategy = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     requests=requests_strategy,
     block_size=st.sampled_from([1, 2, 4, 16]),
