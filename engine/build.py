@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import EngineInfo
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
-from .config import EngineConfig, num_cpu_threads, step_limits
+from .config import EngineConfig, StepLimits, num_cpu_threads, step_limits
 from .errors import ConfigError
 from .service.core import EngineCore
 
@@ -87,48 +87,40 @@ def build_core(
     from .scheduling.limits import SchedulerLimits
     from .scheduling.scheduler import Scheduler
 
-    num_threads = num_cpu_threads()
-    torch.set_num_threads(num_threads)
-    device = _device(config.execution.device)
-    dtype = _dtype(config.model.dtype, checkpoint, device)
-    max_num_batched_tokens, max_num_seqs = step_limits(
-        config.scheduler, on_gpu=device.type == "cuda"
-    )
-    window = _window(config, checkpoint)
+    place = _place(config, checkpoint)
+    device, limits = place.device, place.limits
+    torch.set_num_threads(place.num_threads)
     ops = select_ops(config.execution.attention_backend, device)
     model = load_model(
         checkpoint,
         ops,
-        dtype=dtype,
+        dtype=place.dtype,
         device=device,
         progress=lambda stage, fraction: report(stage, 0.9 * fraction),
     )
     block_size = config.cache.block_size
-    num_blocks = num_blocks_for(config, model, device, max_model_len=window)
-    max_model_len = _max_model_len(config, window, num_blocks * block_size)
+    num_blocks = num_blocks_for(config, model, device, max_model_len=place.window)
+    max_model_len = _max_model_len(config, place.window, num_blocks * block_size)
     report("warming", 0.9)
     runner = ModelRunner(
         model,
         ops,
         num_blocks=num_blocks,
         block_size=block_size,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
         device=device,
         eos_token_ids=checkpoint.eos_token_ids,
     )
-    runner.warm_up(min(max_num_batched_tokens, max_model_len))
+    runner.warm_up(min(limits.max_num_batched_tokens, max_model_len))
     scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_batched_tokens, max_num_seqs, max_model_len, config.scheduler.watermark
-        ),
+        SchedulerLimits(*limits, max_model_len, config.scheduler.watermark),
         KVCacheManager(num_blocks, block_size),
         checkpoint.eos_token_ids,
     )
     core = EngineCore(
         scheduler, runner, epoch=epoch, check_invariants=config.scheduler.check_invariants
     )
-    use_defaults = config.model.generation_config == "auto"
     info = EngineInfo(
         model=str(checkpoint.path),
         architecture=checkpoint.spec.architecture,
@@ -138,20 +130,45 @@ def build_core(
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_bytes=num_blocks * kv_block_bytes(model, block_size),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        dtype=str(dtype).removeprefix("torch."),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        dtype=str(place.dtype).removeprefix("torch."),
         device=str(device),
         attention_backend=ops.name,
-        num_threads=num_threads,
+        num_threads=place.num_threads,
         num_parameters=model.num_parameters,
         load_s=time.monotonic() - begin,
-        default_sampling=checkpoint.default_sampling if use_defaults else {},
+        default_sampling=_default_sampling(config, checkpoint),
     )
     logger.info(
         "%s kernels on %s, %s, %d threads", ops.name, info.device, info.dtype, info.num_threads
     )
     return core, info
+
+
+class _Place(NamedTuple):
+    """What is decided before the weights are read."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_threads: int
+    limits: StepLimits
+    window: int
+
+
+def _place(config: EngineConfig, checkpoint: Checkpoint) -> _Place:
+    device = _device(config.execution.device)
+    return _Place(
+        device,
+        _dtype(config.model.dtype, checkpoint, device),
+        num_cpu_threads(),
+        step_limits(config.scheduler, on_gpu=device.type == "cuda"),
+        _window(config, checkpoint),
+    )
+
+
+def _default_sampling(config: EngineConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    return checkpoint.default_sampling if config.model.generation_config == "auto" else {}
 
 
 def _device(name: str) -> torch.device:

@@ -243,7 +243,9 @@ def test_warm_up_leaves_no_trace(make_driver: Any, expected: list[int], fake_mod
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_warm_up_fits_the_smallest_pool(make_driver: Any, num_blocks: int) -> None:
-    make_driver(num_blocks=num_blocks, block_size=1).runner.warm_up(512, num_rows=8)
+    driver = make_driver(num_blocks=num_blocks, block_size=1)
+    driver.runner.warm_up(512, num_rows=8)
+    assert len(driver.runner._table) == 0
 
 
 class TestBrokenPlans:
