@@ -45,7 +45,11 @@ class BlockCopy(NamedTuple):
 
 
 class BlockSwap(NamedTuple):
-    """Move one block between the device pool and the host tier, before this step writes."""
+    """Copy one block of one group, all layers, between the device pool and the host tier.
+
+    Swaps are executed in the plan's order, before the block copies and before this step writes: a block
+    that one of them reads may be the target of a later one.
+    """
 
     group: int
     device_block_id: int
@@ -70,7 +74,7 @@ class ScheduledRow(NamedTuple):
     appended_token_ids: Sequence[
         int
     ] = ()  # chosen by the scheduler, not by the last sample (beams)
-    num_candidates: int = 0  # beams: this many most likely next tokens, none is drawn
+    num_candidates: int = 0  # beams: this many most likely next tokens; none is drawn or appended
 
 
 class SampleLogprobs(NamedTuple):
@@ -115,6 +119,14 @@ class StepResult:
 
     step_id: int
     rows: tuple[RowResult, ...]
+    swap_s: float = 0.0  # seconds that the block swaps took
+
+
+class ExecutorRates(NamedTuple):
+    """How fast the executor is, measured at warm-up: the first guess for what a preemption costs."""
+
+    prefill_tokens_per_s: float
+    swap_bytes_per_s: float  # one way; 0 without a host tier
 
 
 class StepHandle(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .block_hash import HashChain
+
 
 class SequenceBlocks:
     """The block tables of one sequence, one per KV group.
@@ -9,9 +11,10 @@ class SequenceBlocks:
     Position ``p`` of the sequence lies in slot ``table[p // block_size] * block_size + p % block_size``.
     """
 
-    __slots__ = ("first_changed_block", "num_slots", "num_tokens", "tables")
+    __slots__ = ("chain", "first_changed_block", "num_slots", "num_tokens", "tables")
 
-    def __init__(self, num_groups: int = 1) -> None:
+    def __init__(self, num_groups: int, chain: HashChain) -> None:
+        self.chain = chain
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         self.num_slots = 0
         """Slots that the tables cover, the same for each group."""

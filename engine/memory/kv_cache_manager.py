@@ -1,21 +1,38 @@
-"""KV memory as the scheduler sees it: give a sequence room, take it back, know what is wasted.
+"""KV memory as the scheduler sees it: give a sequence room, take it back, know what is shared and wasted.
 
-Owns the block pool and every live sequence's block tables. Must not know requests, policies or tensors.
+Owns the block pool, the prefix cache with its host tier, and every live sequence's block tables. Must not
+know requests, policies or tensors.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from ..step import BlockCopy
+from ..step import BlockCopy, BlockSwap
+from .block_hash import HashChain, hash_block, root_hash
 from .block_pool import BlockPool, MemoryInvariantError
 from .block_table import SequenceBlocks
+from .block_times import BlockTimes
+from .host_tier import HostTier
+from .prefix_cache import PrefixCache, PrefixMatch
 
 
-def num_blocks_needed(num_prompt_tokens: int, max_tokens: int, n: int, block_size: int) -> int:
-    """KV blocks of a prompt with ``n`` continuations: full prompt blocks are shared, the rest is not."""
+def num_blocks_needed(
+    num_prompt_tokens: int,
+    max_tokens: int,
+    n: int,
+    block_size: int,
+    *,
+    is_beam_search: bool = False,
+) -> int:
+    """KV blocks of a prompt with ``n`` continuations: full prompt blocks are shared, the rest is not.
+
+    Beams need one more each: while they split, a block and its copy are both there.
+    """
     shared = num_prompt_tokens // block_size
-    return shared + n * (-(-(num_prompt_tokens + max_tokens) // block_size) - shared)
+    own = -(-(num_prompt_tokens + max_tokens) // block_size) - shared
+    return shared + n * own + (n if is_beam_search else 0)
 
 
 class KVCacheManager:
@@ -28,31 +45,62 @@ class KVCacheManager:
         num_blocks: physical blocks, shared by all groups.
         block_size: tokens in a block.
         num_groups: sets of layers with equal retention; one for models with one kind of attention.
+        enable_prefix_caching: keep what is computed findable for other sequences.
+        num_host_blocks: size of the host tier.
+        block_bytes: of one block over all layers, for the counts of bytes moved.
+
+    Raises:
+        ValueError: prefix caching or a host tier with more than one group.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_groups: int = 1,
+        *,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        block_bytes: int = 0,
+    ) -> None:
+        if num_groups > 1 and (enable_prefix_caching or num_host_blocks):
+            raise ValueError("prefix caching and swapping need a model with one KV group")
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.num_groups = num_groups
-        self.num_used_slots = 0
-        """Slots that hold a token; those of a shared block count once."""
-        self._num_filled = [0] * num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self.block_bytes = block_bytes
+        self.times = BlockTimes(num_blocks)
+        self.cache = PrefixCache(self.pool, block_size, HostTier(num_host_blocks), self.times)
+        self._copy_sources: dict[int, int] = {}  # by the target of a copy that is not executed yet
         self._sequences: dict[int, SequenceBlocks] = {}
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots that hold a token; those of a shared block count once."""
+        return self.pool.num_used_slots
 
     @property
     def num_allocated_slots(self) -> int:
         """Slots of all used blocks. Minus ``num_used_slots``, it is the memory wasted."""
         return self.pool.num_used_blocks * self.block_size
 
+    @property
+    def num_saved_blocks(self) -> int:
+        """Table entries that share another's block: what there would be without sharing, less what is."""
+        return self.pool.num_references - self.pool.num_used_blocks
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens need, over all groups."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
-    def open(self, seq_id: int) -> SequenceBlocks:
-        """Start a sequence with empty tables."""
+    # --- tables ----------------------------------------------------------------------------------
+
+    def open(self, seq_id: int, chain: HashChain | None = None) -> SequenceBlocks:
+        """Start a sequence with empty tables. ``chain`` names its blocks."""
         if seq_id in self._sequences:
             raise MemoryInvariantError(f"sequence {seq_id} has block tables already")
-        blocks = SequenceBlocks(self.num_groups)
+        blocks = SequenceBlocks(self.num_groups, chain or HashChain(root_hash(None)))
         self._sequences[seq_id] = blocks
         return blocks
 
@@ -61,7 +109,7 @@ class KVCacheManager:
         if num_tokens <= blocks.num_slots:
             return True
         missing = -(-num_tokens // self.block_size) - len(blocks.tables[0])
-        taken = self.pool.allocate(missing * self.num_groups)
+        taken = self._allocate(missing * self.num_groups)
         if taken is None:
             return False
         for group, table in enumerate(blocks.tables):
@@ -69,16 +117,19 @@ class KVCacheManager:
         blocks.num_slots += missing * self.block_size
         return True
 
+    def _allocate(self, num_blocks: int) -> list[int] | None:
+        taken = self.pool.allocate(num_blocks)
+        if taken:
+            self.times.allocated(taken)
+        return taken
+
     def mark_computed(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Note that positions up to ``num_tokens - 1`` are filled."""
-        size, num_filled = self.block_size, self._num_filled
+        size, fill = self.block_size, self.pool.fill
         for index in range(blocks.num_tokens // size, (num_tokens - 1) // size + 1):
             filled = min(size, num_tokens - index * size)
             for table in blocks.tables:
-                block_id = table[index]
-                if filled > num_filled[block_id]:
-                    self.num_used_slots += filled - num_filled[block_id]
-                    num_filled[block_id] = filled
+                fill(table[index], filled)
         blocks.num_tokens = num_tokens
 
     def fork(self, parent: SequenceBlocks, seq_id: int, num_tokens: int) -> SequenceBlocks:
@@ -87,7 +138,7 @@ class KVCacheManager:
         Every block is shared, a half-full last one too (Kwon et al., 2023, section 4.4).
         """
         num_blocks = -(-num_tokens // self.block_size)
-        blocks = self.open(seq_id)
+        blocks = self.open(seq_id, parent.chain.fork(num_tokens // self.block_size))
         for mine, theirs in zip(blocks.tables, parent.tables, strict=True):
             mine.extend(theirs[:num_blocks])
             self.pool.share(mine)
@@ -98,7 +149,7 @@ class KVCacheManager:
     def make_writable(self, blocks: SequenceBlocks, position: int) -> list[BlockCopy] | None:
         """Before ``position`` is written: give the sequence blocks of its own there (copy-on-write).
 
-        The last owner of a block keeps it. The sources are pinned until :meth:`unpin`.
+        The last owner of a block keeps it. The sources are pinned until :meth:`commit`.
 
         Returns:
             Copies to execute before the write; ``None``, and no change, if blocks run out.
@@ -108,43 +159,242 @@ class KVCacheManager:
             return []
         ref_counts = self.pool.ref_counts
         shared = [g for g, table in enumerate(blocks.tables) if ref_counts[table[index]] > 1]
-        taken = self.pool.allocate(len(shared))
+        if not shared:
+            return []
+        taken = self._allocate(len(shared))
         if taken is None:
             return None
         copies = []
         for group, block_id in zip(shared, taken, strict=True):
             table = blocks.tables[group]
-            copies.append(BlockCopy(group, table[index], block_id))
-            self.pool.pin(table[index])
+            copies.append(self._copy(group, table[index], block_id, offset))
             self.pool.release([table[index]])
             table[index] = block_id
-            self._num_filled[block_id] = offset
-            self.num_used_slots += offset
             blocks.first_changed_block = min(blocks.first_changed_block, index)
         return copies
 
-    def unpin(self) -> None:
-        """The step's copies are done: their sources may be used anew."""
-        self._empty(self.pool.unpin_all())
+    def _copy(self, group: int, source: int, target: int, num_filled: int) -> BlockCopy:
+        self.pool.pin(source)
+        self.pool.fill(target, num_filled)
+        self._copy_sources[target] = source
+        return BlockCopy(group, source, target)
 
-    def close(self, seq_id: int) -> None:
-        """End a sequence; blocks that nobody else refers to are free at once."""
+    def commit(self) -> None:
+        """The step is done: copies and swaps are made, blocks in flight are there."""
+        self.pool.unpin_all()
+        self._copy_sources.clear()
+        self.cache.commit()
+
+    def close(self, seq_id: int, token_ids: Sequence[int] | None = None) -> None:
+        """End a sequence; blocks that nobody else refers to are free at once.
+
+        Args:
+            token_ids: of the sequence, to keep its half-full last block findable; ``None``: do not.
+        """
         blocks = self._sequences.pop(seq_id)
+        if token_ids is not None and self.enable_prefix_caching:
+            self.publish_tail(blocks, token_ids)
         for table in blocks.tables:
-            self._empty(self.pool.release(table))
+            self.cache.forget_in_flight(table)
+            self.pool.release(table)
+            self.times.released(table)
 
-    def _empty(self, block_ids: list[int]) -> None:
-        for block_id in block_ids:
-            self.num_used_slots -= self._num_filled[block_id]
-            self._num_filled[block_id] = 0
+    # --- prefix cache ----------------------------------------------------------------------------
+
+    def match(
+        self, chain: HashChain, token_ids: Sequence[int], num_tokens: int, num_swapped: int = 0
+    ) -> PrefixMatch:
+        """What is there of the first ``num_tokens`` tokens (see :meth:`PrefixCache.match`)."""
+        if not self.enable_prefix_caching and not num_swapped:
+            return PrefixMatch()
+        return self.cache.match(chain, token_ids, num_tokens, num_swapped)
+
+    def num_blocks_taken(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Free blocks that a sequence of ``num_tokens`` takes whose first tokens are found so."""
+        ref_counts = self.pool.ref_counts
+        in_use = sum(1 for b in match.device_block_ids if b >= 0 and ref_counts[b])
+        copied = match.copied_block_id
+        is_pinned_free = copied is not None and not ref_counts[copied]
+        return self.num_blocks_for(num_tokens) - in_use + is_pinned_free
+
+    def attach(
+        self, blocks: SequenceBlocks, match: PrefixMatch, token_ids: Sequence[int]
+    ) -> list[BlockCopy]:
+        """Let an empty sequence of ``token_ids`` begin with what was found.
+
+        Returns:
+            Copies to execute before the sequence's first write.
+
+        Raises:
+            MemoryInvariantError: there is no room, which admission must have seen.
+        """
+        (table,) = blocks.tables
+        host_ids = [*match.host_block_ids]
+        if match.host_tail_id is not None:
+            host_ids.append(match.host_tail_id)
+        copied = [] if match.copied_block_id is None else [match.copied_block_id]
+        # making room must not take what was found
+        for block_id in match.device_block_ids:
+            if block_id >= 0:
+                self.pool.reuse(block_id)
+        for host_id in host_ids:
+            self.cache.host.hold(host_id)
+        for block_id in copied:
+            self.pool.pin(block_id)
+        taken = self._allocate(len(host_ids) + len(copied))
+        if taken is None:
+            raise MemoryInvariantError("a sequence was admitted without room for its prefix")
+        for host_id, block_id in zip(host_ids, taken, strict=False):
+            self.cache.copy_from_host(host_id, block_id)
+        self.cache.host.release(host_ids)
+        fresh = iter(taken)
+        table.extend(b if b >= 0 else next(fresh) for b in match.device_block_ids)
+        table.extend(fresh)
+        blocks.num_slots = len(table) * self.block_size
+        blocks.num_tokens = match.num_tokens
+        self._fill_attached(blocks, match, token_ids)
+        return [self._copy(0, b, table[-1], match.num_inside_tokens) for b in copied]
+
+    def _fill_attached(
+        self, blocks: SequenceBlocks, match: PrefixMatch, token_ids: Sequence[int]
+    ) -> None:
+        """What came from the host tier is there before the step begins, and findable."""
+        (table,) = blocks.tables
+        for index, block_id in enumerate(match.device_block_ids):
+            if block_id < 0:
+                self.pool.fill(table[index], self.block_size)
+                self.cache.register(table[index], blocks.chain, index, token_ids, in_flight=False)
+        if match.host_tail_id is not None:
+            self.pool.fill(table[-1], match.num_tokens % self.block_size)
+
+    def extend(self, blocks: SequenceBlocks, token_ids: Sequence[int]) -> None:
+        """Let a sequence that forks anew take up what is still there of its own tokens.
+
+        Whole blocks of the device only; at least one token is left to compute.
+        """
+        if not self.enable_prefix_caching:
+            return
+        size, (table,) = self.block_size, blocks.tables
+        index = blocks.num_tokens // size
+        while (index + 1) * size < len(token_ids):
+            block_id = self.cache.index.find(blocks.chain.hash_of(index, token_ids, size))
+            if block_id is None:
+                return
+            self.pool.reuse(block_id)
+            self.pool.release(table[index:])  # a half-full block of the prompt, if anything
+            table[index:] = [block_id]
+            blocks.first_changed_block = min(blocks.first_changed_block, index)
+            index += 1
+            blocks.num_slots = blocks.num_tokens = index * size
+
+    def publish(
+        self, blocks: SequenceBlocks, token_ids: Sequence[int], start: int, end: int
+    ) -> None:
+        """Make the blocks findable that the tokens ``start`` to ``end - 1``, just scheduled, fill."""
+        size = self.block_size
+        if not self.enable_prefix_caching or start // size == end // size:
+            return
+        (table,) = blocks.tables
+        for index in range(start // size, end // size):
+            self.cache.register(table[index], blocks.chain, index, token_ids, in_flight=True)
+
+    def publish_tail(self, blocks: SequenceBlocks, token_ids: Sequence[int]) -> None:
+        """Make the half-full last block findable by the computed tokens in it."""
+        index = blocks.num_tokens // self.block_size
+        if not self.enable_prefix_caching or blocks.num_tokens % self.block_size == 0:
+            return
+        block_id = blocks.tables[0][index]
+        if block_id not in self._copy_sources:
+            self.cache.register_tail(block_id, blocks.chain, index, token_ids, blocks.num_tokens)
+
+    def forget(self, blocks: SequenceBlocks) -> None:
+        """Let nobody find a sequence's blocks: what was computed in them cannot be trusted."""
+        for table in blocks.tables:
+            for block_id in table:
+                self.cache.forget(block_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let nobody find anything that was computed so far. Call between steps."""
+        self.cache.reset()
+
+    # --- host tier -------------------------------------------------------------------------------
+
+    def swappable_blocks(self, sequences: Iterable[SequenceBlocks]) -> set[int]:
+        """Blocks with content that nobody but these sequences refers to."""
+        references: Counter[int] = Counter()
+        for blocks in sequences:
+            references.update(blocks.tables[0][: self.num_blocks_for(blocks.num_tokens)])
+        ref_counts = self.pool.ref_counts
+        return {block_id for block_id, count in references.items() if ref_counts[block_id] == count}
+
+    def swap_out(
+        self, sequences: Sequence[tuple[SequenceBlocks, Sequence[int]]]
+    ) -> list[int] | None:
+        """Copy what only these sequences hold to the host tier. Their tables stay as they are.
+
+        Args:
+            sequences: block tables and token ids.
+
+        Returns:
+            The host blocks, held until :meth:`swap_done`; ``None``, and no change, without room.
+        """
+        own = self.swappable_blocks(blocks for blocks, _ in sequences)
+        contents: dict[bytes, int] = {}
+        for blocks, token_ids in sequences:
+            for index in range(self.num_blocks_for(blocks.num_tokens)):
+                block_id = blocks.tables[0][index]
+                if block_id in own:
+                    name = self._name_of(blocks, index, token_ids)
+                    contents.setdefault(name, self._copy_sources.get(block_id, block_id))
+        host = self.cache.host
+        known = [host_id for name in contents if (host_id := host.find(name)) is not None]
+        for host_id in known:
+            host.hold(host_id)
+        if len(contents) - len(known) > host.num_available_blocks:
+            host.release(known)
+            return None
+        held = []
+        for name, block_id in contents.items():
+            host_id = self.cache.copy_to_host(name, block_id)
+            if host_id is None:
+                raise MemoryInvariantError("the host tier has less room than it said")
+            host.hold(host_id)
+            held.append(host_id)
+        host.release(known)
+        return held
+
+    def _name_of(self, blocks: SequenceBlocks, index: int, token_ids: Sequence[int]) -> bytes:
+        """The name of what a sequence has computed of block ``index``, full or not."""
+        size = self.block_size
+        if (index + 1) * size <= blocks.num_tokens:
+            return blocks.chain.hash_of(index, token_ids, size)
+        if index:
+            blocks.chain.hash_of(index - 1, token_ids, size)
+        tail = token_ids[index * size : blocks.num_tokens]
+        return hash_block(blocks.chain.parent_of(index), tail)
+
+    def swap_done(self, host_ids: Sequence[int], sequences: Iterable[SequenceBlocks] = ()) -> None:
+        """What was swapped out is back in these block tables, or not wanted any more."""
+        self.cache.host.release(host_ids, keep=self.enable_prefix_caching)
+        if not self.enable_prefix_caching:
+            for blocks in sequences:
+                self.forget(blocks)
+
+    def take_swaps(self) -> tuple[BlockSwap, ...]:
+        """Moves to execute before everything else in the next plan; from here on the plan's business."""
+        swaps, self.cache.swaps = self.cache.swaps, []
+        return tuple(swaps)
+
+    # --- invariants ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Verify every invariant of pool and tables. O(blocks + table entries).
+        """Verify every invariant of pool, tables, prefix cache and host tier. O(blocks + table entries).
 
         Raises:
             MemoryInvariantError: one is broken; the message says which.
         """
         self.pool.check()
+        self.cache.check()
         references: Counter[int] = Counter()
         for seq_id, blocks in self._sequences.items():
             self._check_sequence(seq_id, blocks)
@@ -156,14 +406,6 @@ class KVCacheManager:
                 raise MemoryInvariantError(
                     f"block {block_id} has {count} references and stands in {seen} block tables"
                 )
-        for block_id in self.pool.free_block_ids:
-            if self._num_filled[block_id]:
-                raise MemoryInvariantError(f"block {block_id} is free and holds tokens")
-        num_filled = sum(self._num_filled)
-        if num_filled != self.num_used_slots:
-            raise MemoryInvariantError(
-                f"{num_filled} slots hold tokens, {self.num_used_slots} are counted"
-            )
 
     def _check_sequence(self, seq_id: int, blocks: SequenceBlocks) -> None:
         if not 0 <= blocks.num_tokens <= blocks.num_slots:
@@ -177,7 +419,7 @@ class KVCacheManager:
                 raise MemoryInvariantError(f"sequence {seq_id} sees one block at two positions")
             for index in range(-(-blocks.num_tokens // self.block_size)):
                 seen = min(self.block_size, blocks.num_tokens - index * self.block_size)
-                if self._num_filled[table[index]] < seen:
+                if self.pool.num_filled[table[index]] < seen:
                     raise MemoryInvariantError(
                         f"sequence {seq_id} sees tokens in block {table[index]} that are not there"
                     )

@@ -55,7 +55,7 @@ def test_grow_takes_only_missing_blocks_and_nothing_on_failure() -> None:
 
 
 def test_groups_grow_together() -> None:
-    memory = KVCacheManager(6, 4, num_groups=2)
+    memory = KVCacheManager(6, 4, num_groups=2, enable_prefix_caching=False)
     blocks = memory.open(0)
     assert memory.grow(blocks, 5)
     assert [len(table) for table in blocks.tables] == [2, 2]
@@ -81,12 +81,35 @@ def broken(memory: KVCacheManager, how: str) -> None:
         memory.pool._free.append(blocks.tables[0][0])
     elif how == "free twice":
         memory.pool._free.append(memory.pool._free[0])
+    elif how != "none":
+        break_sums_or_cache(memory, how)
+
+
+def break_sums_or_cache(memory: KVCacheManager, how: str) -> None:
+    blocks, other = memory._sequences[0], memory._sequences[1]
+    if how == "cached and unknown":
+        memory.pool.set_cached(blocks.tables[0][0], True)
+    elif how == "shared count":
+        memory.pool.num_shared_blocks += 1
+    elif how == "references":
+        memory.pool.num_references += 1
+    elif how == "host block twice":
+        memory.cache.host._free.append(0)
+    elif how == "findable and empty":
+        memory.publish(other, [1, 2, 3, 4], 0, 4)
+        memory.commit()
+    elif how == "wrong name":
+        memory.mark_computed(other, 4)
+        memory.publish(other, [1, 2, 3, 4], 0, 4)
+        memory.commit()
+        entry = memory.cache.index._blocks[other.tables[0][0]]
+        memory.cache.index._blocks[other.tables[0][0]] = entry._replace(token_ids=(1, 2, 3, 5))
     elif how == "slots":
         blocks.num_slots += 1
     elif how == "too many tokens":
         blocks.num_tokens = 9
     elif how == "waste":
-        memory.num_used_slots += 1
+        memory.pool.num_used_slots += 1
 
 
 @pytest.mark.parametrize(
@@ -97,6 +120,12 @@ def broken(memory: KVCacheManager, how: str) -> None:
         "lost count",
         "free and used",
         "free twice",
+        "cached and unknown",
+        "shared count",
+        "references",
+        "host block twice",
+        "findable and empty",
+        "wrong name",
         "slots",
         "too many tokens",
         "waste",
@@ -106,7 +135,7 @@ def test_check_sees_every_kind_of_damage(how: str) -> None:
     memory = KVCacheManager(8, 4)
     broken(memory, "none")
     memory.check()
-    memory = KVCacheManager(8, 4)
+    memory = KVCacheManager(8, 4, num_host_blocks=2)
     broken(memory, how)
     with pytest.raises(MemoryInvariantError):
         memory.check()

@@ -1,0 +1,60 @@
+"""Names for the content of KV blocks: a chain of cryptographic hashes over token ids.
+
+The keys and values of a block depend on its tokens and on all tokens before it. So a block's name is the
+hash of its parent's name and its own tokens; equal names mean equal content. SHA-256, so that nobody can
+construct a prompt that hits another's blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+
+def root_hash(cache_salt: str | None, kv_group: int = 0) -> bytes:
+    """Where a chain begins. Chains with different roots never meet."""
+    salt = "" if cache_salt is None else f"salt {cache_salt}"
+    return hashlib.sha256(f"octavo {kv_group} {salt}".encode()).digest()
+
+
+def private_root_hash(name: str) -> bytes:
+    """A root that no other request has, for blocks that only their owner may find again."""
+    return hashlib.sha256(f"octavo private {name}".encode()).digest()
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a block that holds ``token_ids`` after the block named ``parent``."""
+    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
+
+
+class HashChain:
+    """The names of one sequence's full blocks, computed when they are asked for.
+
+    Args:
+        root: where the chain begins.
+        hashes: of the first blocks, where they are known.
+    """
+
+    __slots__ = ("hashes", "root")
+
+    def __init__(self, root: bytes, hashes: list[bytes] | None = None) -> None:
+        self.root = root
+        self.hashes: list[bytes] = hashes or []
+
+    def parent_of(self, index: int) -> bytes:
+        """The name before block ``index``; blocks up to there have theirs."""
+        return self.hashes[index - 1] if index else self.root
+
+    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
+        """The name of full block ``index`` of a sequence of ``token_ids``."""
+        hashes = self.hashes
+        while len(hashes) <= index:
+            first = len(hashes) * block_size
+            parent = hashes[-1] if hashes else self.root
+            hashes.append(hash_block(parent, token_ids[first : first + block_size]))
+        return hashes[index]
+
+    def fork(self, num_blocks: int) -> HashChain:
+        """The chain of a sequence that shares the first ``num_blocks`` full blocks."""
+        return HashChain(self.root, self.hashes[:num_blocks])
