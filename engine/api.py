@@ -75,9 +75,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    use_beam_search: bool = False  # beam search of width best_of or n; the n best come back
+    length_penalty: float = 1.0  # a hypothesis scores cumulative logprob / length ** length_penalty
+    early_stopping: bool | str = False  # True: end with as many hypotheses as beams; or "never"
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -92,10 +92,21 @@ class SamplingParams:
         self._check_lengths()
         self._check_stops()
         self._check_logit_bias()
+        self._check_beams()
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def is_best_of(self) -> bool:
+        """Whether more sequences are sampled than come back."""
+        return not self.use_beam_search and self.num_sequences > self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the log-probability of each sampled token is computed."""
+        return self.logprobs is not None or self.is_best_of
 
     @property
     def num_sequences(self) -> int:
@@ -190,6 +201,26 @@ class SamplingParams:
             _check_range("logit_bias", value, -100.0, 100.0)
             checked[key] = float(value)
         object.__setattr__(self, "logit_bias", checked or None)
+
+    def _check_beams(self) -> None:
+        _check_finite("length_penalty", self.length_penalty)
+        got = self.early_stopping
+        if not isinstance(got, bool) and got != "never":
+            _refuse(
+                "early_stopping", f'early_stopping must be true, false or "never", got {got!r}.'
+            )
+        if not self.use_beam_search:
+            return
+        if self.stop:
+            _refuse("stop", "stop strings cannot end a beam; use stop_token_ids.")
+        for name, neutral in (
+            ("temperature", (0.0, 1.0)),
+            ("top_p", (1.0,)),
+            ("top_k", (0,)),
+            ("min_p", (0.0,)),
+        ):
+            if getattr(self, name) not in neutral:
+                _refuse(name, f"{name} has no meaning in a beam search, which draws nothing.")
 
 
 _MAX_FLOAT = sys.float_info.max
@@ -316,6 +347,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    num_discarded_tokens: int = 0  # generated for sequences that best_of does not return
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     error: str | None = None  # why an output ended with FinishReason.ERROR
@@ -360,7 +392,41 @@ class EngineInfo:
     num_threads: int
     num_parameters: int
     load_s: float
+    num_host_blocks: int = 0  # of the host tier
+    enable_prefix_caching: bool = True
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlock:
+    """One block of the device pool."""
+
+    id: int
+    ref_count: int  # block tables that point at it
+    num_filled: int  # leading slots whose keys and values are valid
+    is_cached: bool  # findable by its content
+    seq_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSequence:
+    """One sequence and where its keys and values lie."""
+
+    request_id: str
+    seq_id: int
+    status: str  # "running", "waiting" (never computed, or preempted)
+    num_tokens: int  # whose keys and values are in the pool
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSnapshot:
+    """KV memory between two steps."""
+
+    num_blocks: int
+    block_size: int
+    blocks: tuple[KVBlock, ...]
+    sequences: tuple[KVSequence, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +482,20 @@ class Engine(Protocol):
         """The last snapshot, from memory; ``None`` before the first one."""
 
     def set_stats_sink(self, sink: StatsSink) -> None: ...
+
+    async def kv_snapshot(self) -> KVSnapshot:
+        """KV memory, asked of the engine between two steps.
+
+        Raises:
+            EngineNotReadyError, EngineDeadError: there is none to ask.
+        """
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every prefix, so that nothing computed so far is hit again. Running requests go on.
+
+        Raises:
+            EngineNotReadyError, EngineDeadError: there is no engine to tell.
+        """
 
     async def wait_dead(self) -> None:
         """Return when the engine has ended for any reason other than :meth:`close`."""

@@ -17,6 +17,7 @@ from .errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "torch", "reference")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 Config = TypeVar("Config", bound="_Checked")
 
@@ -202,6 +203,21 @@ class CacheConfig(_Checked):
         least=1,
         default_text="from the cache's size",
     )
+    enable_prefix_caching: bool = option(
+        True,
+        "Keep the KV blocks of what was computed and use them again where a prompt begins with the same "
+        "tokens.",
+        kind="bool",
+    )
+    swap_space: float = option(
+        0.0,
+        "Host memory for KV blocks that the pool has no room for: preempted sequences and evicted "
+        "prefixes. 0: none.",
+        kind="float",
+        unit="GiB",
+        least=0.0,
+        most=65536.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -231,6 +247,12 @@ class SchedulerConfig(_Checked):
         kind="float",
         least=0.0,
         most=0.5,
+    )
+    preemption_mode: str = option(
+        "auto",
+        "What becomes of the blocks of a preempted request: computed anew later, or moved to the host tier "
+        "and back. auto: whichever is expected to be faster. Moving needs --swap-space.",
+        choices=PREEMPTION_MODES,
     )
     check_invariants: bool = option(
         False,
@@ -302,6 +324,11 @@ class ServerConfig(_Checked):
         default_text="no key is needed",
         secret=True,
     )
+    enable_debug_endpoints: bool = option(
+        False,
+        "Offer GET /debug/kv and POST /reset_prefix_cache. Not for the open internet.",
+        kind="bool",
+    )
     log_level: str = option(
         "info", "Least severe log lines to print.", choices=("debug", "info", "warning", "error")
     )
@@ -343,6 +370,17 @@ def step_limits(scheduler: SchedulerConfig, *, on_gpu: bool) -> StepLimits:
             "running sequence needs a token of every step."
         )
     return StepLimits(max_tokens, max_seqs)
+
+
+def check_preemption(config: EngineConfig) -> None:
+    """
+    Raises:
+        ConfigError: preempted requests are to move to a host tier that does not exist.
+    """
+    if config.scheduler.preemption_mode == "swap" and not config.cache.swap_space:
+        raise ConfigError(
+            "--preemption-mode swap moves blocks to host memory, and --swap-space is 0: give it some."
+        )
 
 
 def all_options() -> Iterator[tuple[str, Field[Any]]]:

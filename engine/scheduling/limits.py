@@ -19,6 +19,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_model_len: int
     watermark: float = 0.0  # share of blocks
+    preemption_mode: str = "auto"  # "recompute", "swap"
 
 
 @dataclass(slots=True)
@@ -30,7 +31,14 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_preemptions_by_swap: int = 0
     num_block_copies: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prefix_cache_host_hits: int = 0
+    prefix_cache_inside_block_hits: int = 0
     num_nonfinite_rows: int = 0
     kv_slot_steps_allocated: int = 0
     kv_slot_steps_used: int = 0

@@ -8,8 +8,11 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..api import FinishReason, ResumedSequence, SamplingParams
+from ..memory.block_hash import HashChain
 from ..memory.block_table import SequenceBlocks
 from ..step import SampleLogprobs
+from .beam_search import BeamSearch
+from .limits import SchedulingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class SequenceUpdate(NamedTuple):
     num_preemptions: int = 0  # of the request, so far
     logprobs: tuple[SampleLogprobs, ...] | None = None
     error: str | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; with the first token
+    cumulative_logprob: float | None = None  # of a whole hypothesis of a beam search
 
 
 class SequenceStatus(Enum):
@@ -56,6 +61,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "chain",
         "index",
         "is_known",
         "max_num_tokens",
@@ -63,6 +69,8 @@ class Sequence:
         "num_computed_tokens",
         "num_counted_prompt_tokens",
         "num_prompt_tokens",
+        "num_swapped_tokens",
+        "num_unwritten_tokens",
         "request",
         "seq_id",
         "status",
@@ -72,7 +80,7 @@ class Sequence:
     )
 
     def __init__(
-        self, seq_id: int, request: Request, index: int, token_ids: list[int], max_num_tokens: int
+        self, seq_id: int, request: Request, index: int, token_ids: list[int], chain: HashChain
     ) -> None:
         sampling = request.new.sampling
         self.seq_id = seq_id
@@ -82,10 +90,15 @@ class Sequence:
         self.num_prompt_tokens = len(request.new.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_counted_prompt_tokens = 0
-        self.max_num_tokens = max_num_tokens
+        self.num_unwritten_tokens = (
+            0  # to be computed once more, over a block that has them already
+        )
+        self.num_swapped_tokens = 0  # computed when it was swapped out
+        self.max_num_tokens = request.max_num_tokens
         self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens
         self.stop_token_ids = request.stop_token_ids
         self.status = SequenceStatus.WAITING
+        self.chain = chain  # names of its blocks
         self.blocks: SequenceBlocks | None = None
         self.is_known = False  # to the executor
         self.unsent_token_ids: list[int] = []  # that the executor has not drawn itself
@@ -97,6 +110,17 @@ class Sequence:
     @property
     def seed(self) -> int:
         return self.request.new.seed + self.index
+
+    @property
+    def live_blocks(self) -> SequenceBlocks:
+        """Its block tables.
+
+        Raises:
+            SchedulingError: it has none.
+        """
+        if self.blocks is None:
+            raise SchedulingError(f"sequence {self.seq_id} is computed without blocks")
+        return self.blocks
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ends with its last token; ``None`` if it goes on."""
@@ -110,7 +134,11 @@ class Request:
     """One API call: a prompt and the sequences that continue it."""
 
     __slots__ = (
+        "beam_search",
+        "host_block_ids",
+        "max_num_tokens",
         "new",
+        "num_cached_tokens",
         "num_preemptions",
         "pending",
         "request_id",
@@ -119,13 +147,24 @@ class Request:
         "stop_token_ids",
     )
 
-    def __init__(self, new: NewRequest, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, new: NewRequest, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+        sampling = new.sampling
         self.new = new
         self.request_id = new.request_id
-        own = frozenset(new.sampling.stop_token_ids)
-        self.stop_token_ids = own if new.sampling.ignore_eos else own | eos_token_ids
-        self.sequences: list[Sequence] = []
+        self.max_num_tokens = max_model_len
+        if sampling.max_tokens is not None:
+            asked = len(new.prompt_token_ids) + sampling.max_tokens
+            self.max_num_tokens = min(asked, max_model_len)
+        own = frozenset(sampling.stop_token_ids)
+        self.stop_token_ids = own if sampling.ignore_eos else own | eos_token_ids
+        self.sequences: list[Sequence] = []  # of a beam search: the live beams
         self.pending: list[Sequence] = []  # fork from the first one when it has computed the prompt
+        self.beam_search: BeamSearch | None = None
+        if sampling.use_beam_search:
+            max_new = self.max_num_tokens - len(new.prompt_token_ids)
+            self.beam_search = BeamSearch(sampling, self.stop_token_ids, max_new)
+        self.host_block_ids: list[int] = []  # that hold what was swapped out
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.scheduled_time: float | None = None
 
@@ -136,3 +175,13 @@ class Request:
     @property
     def unfinished(self) -> list[Sequence]:
         return [s for s in self.sequences if s.status is not SequenceStatus.FINISHED]
+
+    @property
+    def num_unborn(self) -> int:
+        """Beams that there may be and are not yet."""
+        return 0 if self.beam_search is None else self.beam_search.width - len(self.sequences)
+
+    @property
+    def num_reserved_seats(self) -> int:
+        """Seats kept for sequences that do not run yet."""
+        return len(self.pending) + self.num_unborn

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ..api import FinishReason
 from ..step import SampleLogprobs
-from .request import Sequence, SequenceUpdate
+from .beam_search import Hypothesis
+from .request import Request, Sequence, SequenceUpdate
 
 
-def failed(sequence: Sequence, error: str) -> SequenceUpdate:
-    """The end of a sequence whose row could not be sampled."""
-    request = sequence.request
+def failed(request: Request, index: int, error: str) -> SequenceUpdate:
+    """The end of a request's sequence ``index``, whose row could not be sampled."""
     return SequenceUpdate(
         request.request_id,
-        sequence.index,
+        index,
         (),
         FinishReason.ERROR,
         scheduled_time=request.scheduled_time,
@@ -37,4 +37,23 @@ def appended(sequence: Sequence, token_id: int, logprobs: SampleLogprobs | None)
         request.scheduled_time if is_first else None,
         request.num_preemptions,
         None if logprobs is None else (logprobs,),
+        num_cached_tokens=request.num_cached_tokens if is_first else 0,
+    )
+
+
+def hypothesis(request: Request, index: int, found: Hypothesis) -> SequenceUpdate:
+    """The ``index``-th best answer of a beam search, whole."""
+    last = found.token_ids[-1]
+    is_stopped = last in request.stop_token_ids
+    is_own_stop = is_stopped and last in request.new.sampling.stop_token_ids
+    return SequenceUpdate(
+        request.request_id,
+        index,
+        found.token_ids,
+        FinishReason.STOP if is_stopped else FinishReason.LENGTH,
+        last if is_own_stop else None,
+        request.scheduled_time,
+        request.num_preemptions,
+        num_cached_tokens=request.num_cached_tokens,
+        cumulative_logprob=found.cumulative_logprob,
     )

@@ -1,8 +1,13 @@
-"""A fake executor that keeps memory honest: what a row reads through its table is what it wrote."""
+"""A fake executor that keeps memory honest: what a row reads through its table is what it wrote.
+
+A slot of the fake KV memory holds a value that stands for one token and all tokens before it, so that a
+wrong slot, a missed copy or a stale hit shows as a wrong value.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 
@@ -11,7 +16,7 @@ from octavo.engine.memory.kv_cache_manager import KVCacheManager
 from octavo.engine.scheduling.limits import SchedulerLimits
 from octavo.engine.scheduling.request import NewRequest, SequenceUpdate
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.engine.step import ExecutorRates, RowResult, ScheduledRow, StepPlan, StepResult
 
 VOCAB = 97
 EOS = 96
@@ -25,22 +30,38 @@ def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
     return value % (VOCAB - 1)
 
 
+def candidates(token_ids: Sequence[int], count: int) -> list[tuple[int, float]]:
+    """The fake model's most likely next tokens, the end id among them, with made-up logprobs."""
+    base = next_token(token_ids)
+    scored = [(t, -1.0 - (base * 7 + t * 53 + t * t * 11) % 389 / 97) for t in range(VOCAB)]
+    return sorted(scored, key=lambda pair: -pair[1])[:count]
+
+
+def kv_values(token_ids: Sequence[int]) -> list[int]:
+    """What the slots of a sequence hold: each value stands for a token and all before it."""
+    return list(accumulate(token_ids, lambda past, token: hash((past, token)), initial=0))[1:]
+
+
 class FakeExecutor:
     """Computes ``next_token`` and verifies that block tables give every row its own past."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.slots: dict[int, int] = {}
+        self.host: dict[int, dict[int, int]] = {}
         self.rows: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}
         self.bad_seq_ids: set[int] = set()
         self.num_copies = 0
+        self.num_computed_tokens = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         for fork in plan.forks:
             assert fork.child_seq_id not in self.rows
-            self.rows[fork.child_seq_id] = self.rows[fork.parent_seq_id][: fork.num_tokens]
+            parent = self.rows[fork.parent_seq_id]
+            assert fork.num_tokens <= len(parent)
+            self.rows[fork.child_seq_id] = parent[: fork.num_tokens]
             self.tables[fork.child_seq_id] = list(self.tables[fork.parent_seq_id])
             self.seeds[fork.child_seq_id] = fork.seed
         for seq_id in plan.removed_seq_ids:
@@ -51,12 +72,27 @@ class FakeExecutor:
             self.rows[new.seq_id] = [*new.prompt_token_ids, *new.output_token_ids]
             self.tables[new.seq_id] = []
             self.seeds[new.seq_id] = new.seed
+        self._swap(plan)
         self._copy(plan)
         for row in plan.rows:
             self._write(row)
-        return StepResult(
-            plan.step_id, tuple(self._sample(row) for row in plan.rows if row.num_samples)
-        )
+        for row in plan.rows:
+            self._read(row)
+        sampled = [row for row in plan.rows if row.num_samples or row.num_candidates]
+        return StepResult(plan.step_id, tuple(self._sample(row) for row in sampled))
+
+    def _swap(self, plan: StepPlan) -> None:
+        size = self.block_size
+        for _, device, host, to_host in plan.block_swaps:
+            first = device * size
+            if to_host:
+                self.host[host] = {
+                    i: self.slots[first + i] for i in range(size) if first + i in self.slots
+                }
+            else:
+                for i in range(size):
+                    self.slots.pop(first + i, None)
+                self.slots.update({first + i: v for i, v in self.host[host].items()})
 
     def _copy(self, plan: StepPlan) -> None:
         sources = {copy.src_block_id for copy in plan.block_copies}
@@ -72,15 +108,20 @@ class FakeExecutor:
 
     def _write(self, row: ScheduledRow) -> None:
         (table,) = row.block_tables
+        assert row.num_tokens > 0
+        self.num_computed_tokens += row.num_tokens
         self.rows[row.seq_id] += row.appended_token_ids
         mirror = self.tables[row.seq_id]
         mirror[row.first_changed_block :] = table[row.first_changed_block :]
         assert mirror == list(table)
-        tokens = self.rows[row.seq_id]
-        for position in range(row.start, row.start + row.num_tokens):
-            self.slots[self._slot(mirror, position)] = tokens[position]
-        for position in range(row.start):
-            assert self.slots[self._slot(mirror, position)] == tokens[position]
+        values = kv_values(self.rows[row.seq_id])
+        for position in range(row.start + row.num_unwritten, row.start + row.num_tokens):
+            self.slots[self._slot(mirror, position)] = values[position]
+
+    def _read(self, row: ScheduledRow) -> None:
+        mirror, values = self.tables[row.seq_id], kv_values(self.rows[row.seq_id])
+        for position in range(row.start + row.num_tokens):
+            assert self.slots[self._slot(mirror, position)] == values[position]
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
@@ -90,6 +131,8 @@ class FakeExecutor:
         assert row.start + row.num_tokens == len(tokens)
         if row.seq_id in self.bad_seq_ids:
             return RowResult(row.seq_id, (), error="logits are not finite")
+        if row.num_candidates:
+            return RowResult(row.seq_id, (), candidates=candidates(tokens, row.num_candidates))
         seed = self.seeds[row.seq_id]
         samples = [next_token(tokens, seed + i) for i in range(row.num_samples)]
         tokens.append(samples[0])
@@ -109,21 +152,38 @@ class Bench:
         max_model_len: int = 200,
         watermark: float = 0.0,
         eos_token_ids: tuple[int, ...] = (EOS,),
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        preemption_mode: str = "swap",
     ) -> None:
-        self.memory = KVCacheManager(num_blocks, block_size)
-        limits = SchedulerLimits(budget, max_num_seqs, max_model_len, watermark)
-        self.scheduler = Scheduler(limits, self.memory, eos_token_ids, clock=lambda: 1.0)
+        self.memory = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+            block_bytes=block_size,
+        )
+        limits = SchedulerLimits(budget, max_num_seqs, max_model_len, watermark, preemption_mode)
+        self.scheduler = Scheduler(
+            limits, self.memory, eos_token_ids, lambda: 1.0, ExecutorRates(1.0, 1.0)
+        )
         self.executor = FakeExecutor(block_size)
         self.outputs: dict[str, list[int]] = {}  # of the first sequence
         self.children: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[str, SequenceUpdate] = {}  # of the last sequence to end
+        self.logprobs: dict[tuple[str, int], float] = {}  # of finished hypotheses
         self.plans: list[StepPlan] = []
 
     def add(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, **params: object
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        cache_salt: str | None = None,
+        **params: object,
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-        self.scheduler.add(NewRequest(request_id, prompt, sampling, seed=0, arrival_time=0.0))
+        self.scheduler.add(NewRequest(request_id, prompt, sampling, 0, 0.0, cache_salt=cache_salt))
 
     def step(self) -> tuple[list[SequenceUpdate], int]:
         plan = self.scheduler.schedule()
@@ -136,6 +196,8 @@ class Bench:
             self.children.setdefault(key, []).extend(update.token_ids)
             if update.child_index == 0:
                 self.outputs[update.request_id] = self.children[key]
+            if update.cumulative_logprob is not None:
+                self.logprobs[key] = update.cumulative_logprob
             if update.finish_reason is not None:
                 self.finished[update.request_id] = update
         return updates, num_tokens
@@ -163,3 +225,65 @@ def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> li
 @pytest.fixture(scope="session")
 def expected() -> object:
     return expected_output
+
+
+NEVER = -1.0e9
+
+
+def beam_search(
+    prompt: Sequence[int],
+    *,
+    width: int,
+    max_tokens: int,
+    stop_ids: frozenset[int] = frozenset({EOS}),
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+) -> list[tuple[list[int], float]]:
+    """Beam search over the fake model, written down a second time: plain lists, no blocks, no forks.
+
+    Token ids and cumulative log-probabilities of the ``width`` best, best first.
+
+    Follows the tensors of transformers' ``_beam_search``, its -1e9 included.
+    """
+    running: list[tuple[list[int], float]] = [([], 0.0)]
+    finished: list[tuple[float, list[int], float, bool]] = [(NEVER, [], NEVER, False)] * width
+    num_kept = max(2, 1 + len(stop_ids)) * width
+    length, improvable = 0, True
+    while True:
+        everything = [
+            (score + logprob, [*tokens, token])
+            for tokens, score in running
+            for token, logprob in candidates([*prompt, *tokens], num_kept)
+        ]
+        everything.sort(key=lambda pair: -pair[0])
+        top = everything[:num_kept]
+        hits = [tokens[-1] in stop_ids or length + 1 >= max_tokens for _, tokens in top]
+        is_full = all(is_done for *_, is_done in finished) and early_stopping is True
+        merged = list(finished)
+        for rank, ((score, tokens), hit) in enumerate(zip(top, hits, strict=True)):
+            is_done = hit and rank < width
+            penalty = 0.0 if is_done else NEVER
+            penalty += (NEVER if is_full else 0.0) + (0.0 if improvable else NEVER)
+            merged.append(
+                (score / (length + 1) ** length_penalty + penalty, tokens, score, is_done)
+            )
+        merged.sort(key=lambda entry: -entry[0])
+        finished = merged[:width]
+        alive = [(score, tokens) for (score, tokens), hit in zip(top, hits, strict=True) if not hit]
+        running = [(tokens, score) for score, tokens in alive[:width]]
+        length += 1
+        if not running:
+            break
+        best = max_tokens if early_stopping == "never" and length_penalty > 0 else length
+        worst = min(score for score, *_ in finished)
+        worst = worst if all(is_done for *_, is_done in finished) else NEVER
+        improvable = improvable and running[0][1] / best**length_penalty > worst
+        is_open = not (all(is_done for *_, is_done in finished) and early_stopping is True)
+        if not (improvable and is_open):
+            break
+    return [(tokens, score) for _, tokens, score, _ in finished]
+
+
+@pytest.fixture(scope="session")
+def expected_beams() -> object:
+    return beam_search

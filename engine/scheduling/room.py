@@ -1,0 +1,49 @@
+"""How many blocks a request needs before it may begin. Reads memory, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..memory.kv_cache_manager import KVCacheManager
+from ..memory.prefix_cache import PrefixMatch
+from .request import Request, Sequence
+
+
+def num_blocks_wanted(memory: KVCacheManager, request: Request, match: PrefixMatch) -> int:
+    """Free blocks that a waiting request takes for the tokens it has.
+
+    Args:
+        match: what is there of its first sequence; shared blocks are not taken again.
+    """
+    leader, *others = request.unfinished
+    return (
+        memory.num_blocks_taken(match, len(leader.token_ids))
+        + _num_own_blocks(memory, others)
+        + request.num_unborn * _num_tail_blocks(memory, request)
+    )
+
+
+def num_blocks_owed(memory: KVCacheManager, running: Iterable[Sequence]) -> int:
+    """Blocks that running sequences need for tokens they have and have not computed."""
+    owed = 0
+    for sequence in running:
+        blocks, request = sequence.blocks, sequence.request
+        if blocks is not None and blocks.num_slots < len(sequence.token_ids):
+            owed += memory.num_blocks_for(len(sequence.token_ids) - blocks.num_slots)
+        if request.pending:
+            owed += _num_own_blocks(memory, request.pending)
+    return owed
+
+
+def _num_own_blocks(memory: KVCacheManager, sequences: list[Sequence]) -> int:
+    """Blocks that forked sequences need beside the full blocks of their prompt."""
+    size = memory.block_size
+    return sum(
+        memory.num_blocks_for(len(s.token_ids) - s.num_prompt_tokens // size * size)
+        for s in sequences
+    )
+
+
+def _num_tail_blocks(memory: KVCacheManager, request: Request) -> int:
+    """Blocks that a beam needs for the part of the prompt that fills no block."""
+    return memory.num_blocks_for(len(request.new.prompt_token_ids) % memory.block_size)

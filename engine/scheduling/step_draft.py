@@ -1,0 +1,86 @@
+"""A step while it is being put together."""
+
+from __future__ import annotations
+
+from ..memory.block_table import SequenceBlocks
+from ..memory.kv_cache_manager import KVCacheManager
+from ..step import BlockCopy, NewRow, ScheduledRow
+from .request import Sequence
+
+
+class StepDraft:
+    """Rows and copies so far, and the tokens that may still be added."""
+
+    def __init__(self, budget: int, memory: KVCacheManager) -> None:
+        self.budget = budget
+        self.rows: list[ScheduledRow] = []
+        self.new_rows: list[NewRow] = []
+        self.copies: dict[int, list[BlockCopy]] = {}
+        """Copy-on-write, by ``seq_id``."""
+        self.prefix_copies: list[BlockCopy] = []
+        """Hits inside a block."""
+        self._memory = memory
+
+    @property
+    def block_copies(self) -> tuple[BlockCopy, ...]:
+        return (*(copy for own in self.copies.values() for copy in own), *self.prefix_copies)
+
+    @property
+    def num_copies_on_write(self) -> int:
+        return sum(map(len, self.copies.values()))
+
+    def introduce(self, sequence: Sequence) -> None:
+        """Tell the executor of a sequence that it does not know."""
+        new = sequence.request.new
+        self.new_rows.append(
+            NewRow(
+                sequence.seq_id,
+                new.prompt_token_ids,
+                sequence.output_token_ids,
+                new.sampling,
+                sequence.seed,
+            )
+        )
+        sequence.is_known = True
+
+    def put(self, sequence: Sequence, start: int, count: int) -> None:
+        """Add a row; blocks that it fills are findable from here on."""
+        blocks, size = sequence.live_blocks, self._memory.block_size
+        self.rows.append(_row(sequence, blocks, start, count))
+        self.budget -= count
+        if start % size + count >= size:
+            self._memory.publish(blocks, sequence.token_ids, start, start + count)
+
+    def drop(self, seq_ids: set[int]) -> None:
+        """Take out the rows and copies of running sequences, which are the last ones put in."""
+        while self.rows and self.rows[-1].seq_id in seq_ids:
+            self.budget += self.rows.pop().num_tokens
+        for seq_id in seq_ids:
+            self.copies.pop(seq_id, None)
+
+
+def _row(sequence: Sequence, blocks: SequenceBlocks, start: int, count: int) -> ScheduledRow:
+    request, tables = sequence.request, blocks.tables
+    first_changed = blocks.first_changed_block
+    blocks.first_changed_block = len(tables[0])
+    num_samples = 1 if start + count == len(sequence.token_ids) else 0
+    num_candidates = 0
+    if num_samples and request.beam_search is not None:
+        num_samples, num_candidates = 0, request.beam_search.num_candidates
+    elif num_samples and request.pending:
+        num_samples += request.pending[-1].index - sequence.index  # sample i has seed + i
+    unsent, num_unwritten = sequence.unsent_token_ids, sequence.num_unwritten_tokens
+    if not (unsent or num_candidates or num_unwritten):
+        return ScheduledRow(sequence.seq_id, start, count, num_samples, tables, first_changed)
+    sequence.unsent_token_ids, sequence.num_unwritten_tokens = [], 0
+    return ScheduledRow(
+        sequence.seq_id,
+        start,
+        count,
+        num_samples,
+        tables,
+        first_changed,
+        num_unwritten,
+        tuple(unsent),
+        num_candidates,
+    )
