@@ -1,8 +1,9 @@
-"""A layer's keys and values in the default layout: their memory, and writes to their slots."""
+"""A layer's keys and values: their memory, writes to their slots, moves of whole blocks."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,3 +56,25 @@ def _untouched_zeros(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
     """Zeros whose pages the kernel provides on first use; ``torch.zeros`` would write them all."""
     memory = mmap.mmap(-1, spec.num_blocks * spec.block_bytes // 2)
     return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
+
+
+def move_blocks(source: Tensor, target: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy blocks ``src [n] int64`` of one tensor to blocks ``dst [n] int64`` of another; no id twice
+    in ``dst``. Dimension 0 of both is the block."""
+    if source.device == target.device:
+        chosen = source.flatten(1).index_select(0, src.to(source.device))
+        target.view(target.shape[0], -1).index_copy_(0, dst.to(target.device), chosen)
+        return
+    for first, to_first, count in neighbours(src.tolist(), dst.tolist()):
+        target[to_first : to_first + count].copy_(source[first : first + count], non_blocking=True)
+
+
+def neighbours(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Join pairs that count up together: (0, 5), (1, 6), (9, 7) → (0, 5, 2 pairs), (9, 7, 1 pair)."""
+    begin = 0
+    for end in range(1, len(src) + 1):
+        length = end - begin
+        if end < len(src) and (src[end], dst[end]) == (src[begin] + length, dst[begin] + length):
+            continue
+        yield src[begin], dst[begin], length
+        begin = end

@@ -163,6 +163,25 @@ class Ops(Protocol):
     def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:
         """Copy blocks ``src [n] int64`` to ``dst [n] int64`` in every layer."""
 
+    def swap_blocks(
+        self,
+        src_caches: Sequence[LayerKVCache],
+        dst_caches: Sequence[LayerKVCache],
+        src: Tensor,
+        dst: Tensor,
+    ) -> None:
+        """Copy blocks ``src`` of one memory to blocks ``dst`` of another, in every layer.
+
+        One of the memories is the host's. Copies to and from a GPU are only enqueued, in order with
+        whatever else its stream has to do.
+
+        Args:
+            src_caches: one per layer; none is in ``dst_caches``.
+            dst_caches: one per layer, with blocks of the same shape and dtype.
+            src: ``[n]`` int64 on the CPU.
+            dst: ``[n]`` int64 on the CPU, no id twice.
+        """
+
     # --- logits --------------------------------------------------------------------------------
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """Draw one token per row from ``logits [num_rows, vocab_size]`` float32 → ``[num_rows]`` int64.

@@ -112,6 +112,18 @@ class ReferenceOps:
                 cache.key[target] = cache.key[source]
                 cache.value[target] = cache.value[source]
 
+    def swap_blocks(
+        self,
+        src_caches: Sequence[LayerKVCache],
+        dst_caches: Sequence[LayerKVCache],
+        src: Tensor,
+        dst: Tensor,
+    ) -> None:
+        for source_cache, target_cache in zip(src_caches, dst_caches, strict=True):
+            for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+                target_cache.key[target] = source_cache.key[source]
+                target_cache.value[target] = source_cache.value[source]
+
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         uniforms = philox_uniform(params.seed, params.position)
         drawn = [

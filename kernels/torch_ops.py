@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from . import torch_linear, torch_sampling
 from .attention_plan import AttentionGroup, plan_attention
-from .kv_store import StorePlan, allocate_kv_cache, plan_store
+from .kv_store import StorePlan, allocate_kv_cache, move_blocks, plan_store
 from .ops import AttentionMetadata, KVCacheSpec, LayerKVCache, SamplingTensors
 from .torch_attention import attend_group
 
@@ -139,6 +139,17 @@ class TorchOps:
             for tensor in cache:
                 flat = tensor.view(tensor.shape[0], -1)
                 flat.index_copy_(0, dst, flat.index_select(0, src))
+
+    def swap_blocks(
+        self,
+        src_caches: Sequence[LayerKVCache],
+        dst_caches: Sequence[LayerKVCache],
+        src: Tensor,
+        dst: Tensor,
+    ) -> None:
+        for source_cache, target_cache in zip(src_caches, dst_caches, strict=True):
+            for source, target in zip(source_cache, target_cache, strict=True):
+                move_blocks(source, target, src, dst)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         return torch_sampling.sample(logits, params)

@@ -1,4 +1,4 @@
-"""How many KV blocks there are: the rules of ``--num-gpu-blocks-override`` and its neighbours.
+"""How many KV blocks there are, on the device and in the host tier: the rules of their options.
 
 On a GPU, ``--gpu-memory-utilization`` is a share of the device's total memory for this process alone:
 what others use does not change the number of blocks, so the order in which servers start does not
@@ -56,6 +56,24 @@ def num_blocks_for(
         option, num_blocks = "kv_cache_memory_bytes", budget // block_bytes
     _check(flag_of(option), num_blocks, block_bytes, available)
     return num_blocks
+
+
+def num_host_blocks_for(config: EngineConfig, model: Model, *, reserved_bytes: int = 0) -> int:
+    """Size the host tier from ``--swap-space``; 0 if that is 0.
+
+    Args:
+        reserved_bytes: of the host's memory, promised but not used yet: the pool's, on a CPU.
+
+    Raises:
+        ConfigError: not one block fits, or more is asked for than is available; names both numbers.
+    """
+    asked = int(config.cache.swap_space * 2**30)
+    if config.cache.swap_space == 0:
+        return 0
+    block_bytes = kv_block_bytes(model, config.cache.block_size)
+    available = max(0, available_memory_bytes() - reserved_bytes)
+    _check(flag_of("swap_space"), asked // block_bytes, block_bytes, available)
+    return asked // block_bytes
 
 
 def _check(flag: str, num_blocks: int, block_bytes: int, available: int) -> None:

@@ -5,17 +5,21 @@ Owns the KV tensors and the per-row state. Must not know why the scheduler decid
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ...kernels.ops import Ops
 from ..models.model import Model
-from ..step import ScheduledRow, StepHandle, StepPlan, StepResult
+from ..step import ExecutorRates, RowResult, ScheduledRow, StepHandle, StepPlan, StepResult
 from .errors import ExecutionError
+from .host_tier import HostTier
 from .inputs import StepInputs, build_inputs
 from .rows import RowTable
 from .sampler import SampledRow, Sampler
-from .warm_up import cleanup_step, largest_step
+from .warm_up import MAX_SWAPPED_BLOCKS, cleanup_step, largest_step, round_trip_step
 
 
 class ModelRunner:
@@ -32,6 +36,7 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         eos_token_ids: tuple[int, ...],
+        num_host_blocks: int = 0,
     ) -> None:
         self._model = model
         self._ops = ops
@@ -40,6 +45,11 @@ class ModelRunner:
         self._max_model_len = max_model_len
         spec = model.kv_cache_spec(num_blocks, block_size)
         self._kv_caches = [ops.allocate_kv_cache(spec, device) for _ in range(model.num_layers)]
+        self._block_bytes = spec.block_bytes * model.num_layers
+        self._host_tier: HostTier | None = None
+        if num_host_blocks:
+            host_spec = model.kv_cache_spec(num_host_blocks, block_size)
+            self._host_tier = HostTier(ops, host_spec, self._kv_caches, device)
         self._table = RowTable(
             max_num_rows=max_num_seqs,
             max_model_len=max_model_len,
@@ -64,12 +74,13 @@ class ModelRunner:
         _refuse_unsupported(plan)
         self._table.apply(plan)
         with torch.inference_mode():
+            swap_s = self._swap_blocks(plan)
             self._copy_blocks(plan)
             logits = self._forward(plan.rows) if plan.rows else None
-        self._pending = _Step(self, plan, logits)
+        self._pending = _Step(self, plan, logits, swap_s)
         return self._pending
 
-    def warm_up(self, max_num_batched_tokens: int, num_rows: int = 1) -> None:
+    def warm_up(self, max_num_batched_tokens: int, num_rows: int = 1) -> ExecutorRates:
         """Run a step of that many tokens in ``num_rows`` rows, as far as the pool holds them.
 
         Memory is allocated and kernels are chosen here rather than in the first request. Leaves no
@@ -82,11 +93,27 @@ class ModelRunner:
             num_blocks=self._num_blocks,
             max_model_len=self._max_model_len,
         )
+        if self._device.type == "cuda":
+            self.submit(step).result()  # loads libraries: the second run shows the speed
+            self.submit(cleanup_step(step)).result()
+        begin = time.perf_counter()
         self.submit(step).result()
+        seconds = time.perf_counter() - begin
         self.submit(cleanup_step(step)).result()
+        return ExecutorRates(step.num_tokens / seconds, self._swap_rate())
+
+    def _swap_rate(self) -> float:
+        """Bytes per second and way between device and host tier; 0 without one."""
+        if self._host_tier is None:
+            return 0.0
+        num_blocks = min(self._num_blocks, self._host_tier.num_blocks, MAX_SWAPPED_BLOCKS)
+        step = round_trip_step(num_blocks)
+        self.submit(step).result()  # the memory is touched for the first time
+        seconds = self.submit(step).result().swap_s
+        return len(step.block_swaps) * self._block_bytes / seconds
 
     def _forward(self, rows: tuple[ScheduledRow, ...]) -> Tensor | None:
-        """Compute all rows; logits ``[num_sampled_rows, vocab_size]`` float32, if any row samples."""
+        """Compute all rows; logits ``[num_sampled_rows, vocab_size]`` float32, if any row wants."""
         inputs = build_inputs(rows, self._table, self._device)
         hidden = self._model.forward(
             inputs.token_ids, inputs.positions, self._kv_caches, inputs.metadata
@@ -95,7 +122,7 @@ class ModelRunner:
         return None if wanted is None else self._model.logits(hidden.index_select(0, wanted))
 
     def _wanted_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
-        sampled = [index for index, row in enumerate(rows) if row.num_samples]
+        sampled = [index for index, row in enumerate(rows) if _wants_logits(row)]
         if not sampled:
             return None
         for row in (rows[index] for index in sampled):
@@ -103,6 +130,14 @@ class ModelRunner:
             if row.start + row.num_tokens != known:
                 raise ExecutionError(f"sequence {row.seq_id} is sampled before its last token")
         return torch.from_numpy(inputs.last_tokens[sampled]).to(self._device)
+
+    def _swap_blocks(self, plan: StepPlan) -> Callable[[], float] | None:
+        """Execute the swaps; what they returned of their time, if there are any."""
+        if not plan.block_swaps:
+            return None
+        if self._host_tier is None:
+            raise ExecutionError("a block is swapped, and there is no host tier")
+        return self._host_tier.move(plan.block_swaps)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if not plan.block_copies:
@@ -113,38 +148,55 @@ class ModelRunner:
         src, dst = torch.tensor(ids, dtype=torch.int64, device=self._device).T.contiguous()
         self._ops.copy_blocks(self._kv_caches, src, dst)
 
-    def _finish(self, plan: StepPlan, logits: Tensor | None) -> StepResult:
+    def _finish(
+        self, plan: StepPlan, logits: Tensor | None, swap_s: Callable[[], float] | None
+    ) -> StepResult:
         """Draw a step's tokens and append the first sample of each row to it."""
         self._pending = None
-        if logits is None:
-            return StepResult(plan.step_id, ())
+        results = () if logits is None else self._sample(plan.rows, logits)
+        return StepResult(plan.step_id, results, 0.0 if swap_s is None else swap_s())
+
+    def _sample(self, plan_rows: tuple[ScheduledRow, ...], logits: Tensor) -> tuple[RowResult, ...]:
         rows = [
-            SampledRow(row.seq_id, self._table.place_of(row.seq_id), row.num_samples)
-            for row in plan.rows
-            if row.num_samples
+            SampledRow(
+                row.seq_id, self._table.place_of(row.seq_id), row.num_samples, row.num_candidates
+            )
+            for row in plan_rows
+            if _wants_logits(row)
         ]
         with torch.inference_mode():
             results = self._sampler.sample(logits, rows)
         for row, result in zip(rows, results, strict=True):
-            if result.error is None:
+            if result.token_ids:
                 self._table.append(row.place, result.token_ids[:1])
-        return StepResult(plan.step_id, tuple(results))
+        return tuple(results)
 
 
 class _Step:
     """Implements :class:`~octavo.engine.step.StepHandle`."""
 
-    def __init__(self, runner: ModelRunner, plan: StepPlan, logits: Tensor | None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        plan: StepPlan,
+        logits: Tensor | None,
+        swap_s: Callable[[], float] | None,
+    ) -> None:
         self._runner = runner
         self._plan = plan
         self._logits = logits
+        self._swap_s = swap_s
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         if self._result is None:
-            self._result = self._runner._finish(self._plan, self._logits)
+            self._result = self._runner._finish(self._plan, self._logits, self._swap_s)
             self._logits = None
         return self._result
+
+
+def _wants_logits(row: ScheduledRow) -> bool:
+    return bool(row.num_samples or row.num_candidates)
 
 
 def _refuse_unsupported(plan: StepPlan) -> None:
@@ -152,18 +204,15 @@ def _refuse_unsupported(plan: StepPlan) -> None:
     Raises:
         ExecutionError: the plan uses what this executor does not offer; admission refuses it earlier.
     """
-    if plan.block_swaps:
-        raise ExecutionError("block swaps need a host tier, which this executor does not have")
-    for copy in plan.block_copies:
-        if copy.group != 0:
-            raise ExecutionError(
-                f"there is one KV group, and a block of group {copy.group} is copied"
-            )
+    groups = [swap.group for swap in plan.block_swaps]
+    groups += [copy.group for copy in plan.block_copies]
+    if any(groups):
+        raise ExecutionError(f"there is one KV group, and a block of group {max(groups)} is moved")
     for row in plan.rows:
         if len(row.block_tables) != 1:
             raise ExecutionError(f"there is one KV group, not {len(row.block_tables)}")
-        if row.num_candidates:
-            raise ExecutionError(f"sequence {row.seq_id} wants candidates, which are not offered")
+        if row.num_samples and row.num_candidates:
+            raise ExecutionError(f"sequence {row.seq_id} wants samples and candidates")
     for new in plan.new_rows:
         sampling = new.sampling
         for name in ("prompt_logprobs", "allowed_token_ids", "bad_words"):

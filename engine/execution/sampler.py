@@ -1,4 +1,4 @@
-"""From logits to sampled tokens: which rows draw, by which rules, and what is reported of them.
+"""From logits to tokens: which rows draw and which name candidates, by which rules, and the reports.
 
 The drawing itself is :meth:`~octavo.kernels.ops.Ops.sample`, a pure function of logits, parameters,
 seed and position. Nothing here depends on which rows share a step.
@@ -6,6 +6,7 @@ seed and position. Nothing here depends on which rows share a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.ops import Ops, SamplingTensors
-from ..step import RowResult, SampleLogprobs
+from ..step import RowResult
 from .logit_rules import RuledRow, apply_rules
+from .logprobs import likely_tokens, sample_logprobs, select_rows
 from .rows import RowTable
 
 NONFINITE = "the model's logits are not finite"
@@ -24,11 +26,20 @@ NOTHING_LEFT = "penalties, bias and min_tokens leave no token that could be draw
 
 
 class SampledRow(NamedTuple):
-    """A row of the logits and how many tokens to draw from it."""
+    """A row of the logits, and how many tokens to draw from it or how many candidates to name."""
 
     seq_id: int
     place: int
     num_samples: int
+    num_candidates: int = 0
+
+
+class _Reported(NamedTuple):
+    """Rows whose samples come with log-probabilities."""
+
+    indices: list[int]  # into the step's rows
+    logprobs: Tensor  # [num_indices, vocab_size] float32
+    num_top: list[int]
 
 
 class Sampler:
@@ -39,7 +50,10 @@ class Sampler:
         self._table = table
 
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[RowResult]:
-        """Draw for every row.
+        """Draw for every row, or name its candidates.
+
+        Candidates are the most likely tokens by ``log_softmax`` with the row's rules applied to its
+        result, as transformers' beam search does; those that a rule forbids are left out.
 
         Args:
             logits: ``[num_rows, vocab_size]`` float32; overwritten.
@@ -50,7 +64,8 @@ class Sampler:
             after the row's own rules, gets an error; no other row's result depends on it.
         """
         is_bad = _replace_nonfinite(logits)
-        raw = self._copy_for_logprobs(logits, rows)
+        reported = self._reported(logits, rows)
+        beams = _to_logprobs(logits, rows)
         ruled = self._ruled(rows)
         is_ruled_out = [False] * len(rows)
         if ruled:
@@ -67,7 +82,10 @@ class Sampler:
                 results.append(RowResult(row.seq_id, (), error=error))
             else:
                 results.append(RowResult(row.seq_id, token_ids))
-        return self._with_logprobs(results, raw, rows)
+        if reported is not None:
+            _with_logprobs(results, reported)
+        _with_candidates(results, logits, rows, beams)
+        return results
 
     def _ruled(self, rows: Sequence[SampledRow]) -> list[RuledRow]:
         rules = self._table.rules
@@ -87,6 +105,8 @@ class Sampler:
         if (counts != 1).any():
             index = np.repeat(np.arange(len(rows)), counts)
             offsets = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+            if not len(index):
+                return []
             logits = logits.index_select(0, torch.from_numpy(index).to(logits.device))
             places = places[index]
         params = self._params(places, offsets, logits.device)
@@ -110,25 +130,49 @@ class Sampler:
             position=tensor(columns["num_tokens"][places]),
         )
 
-    def _copy_for_logprobs(self, logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, Tensor]:
-        """Unprocessed logits ``[vocab_size]`` of the rows that report log-probabilities."""
+    def _reported(self, logits: Tensor, rows: Sequence[SampledRow]) -> _Reported | None:
+        """Log-probabilities of the rows that report those of their samples, before any rule."""
         sampling = self._table.sampling
-        return {
-            index: logits[index].clone()
+        indices = [
+            index
             for index, row in enumerate(rows)
-            if sampling[row.place].logprobs is not None
-        }
+            if row.num_samples and sampling[row.place].needs_logprobs
+        ]
+        if not indices:
+            return None
+        num_top = [sampling[rows[index].place].logprobs or 0 for index in indices]
+        return _Reported(indices, torch.log_softmax(select_rows(logits, indices), dim=-1), num_top)
 
-    def _with_logprobs(
-        self, results: list[RowResult], raw: dict[int, Tensor], rows: Sequence[SampledRow]
-    ) -> list[RowResult]:
-        for index, logits in raw.items():
-            result = results[index]
-            if result.error is None:
-                num_top = self._table.sampling[rows[index].place].logprobs or 0
-                logprobs = sample_logprobs(logits, result.token_ids, num_top)
-                results[index] = result._replace(logprobs=logprobs)
-        return results
+
+def _with_logprobs(results: list[RowResult], reported: _Reported) -> None:
+    token_ids = [results[index].token_ids for index in reported.indices]
+    found = sample_logprobs(reported.logprobs, token_ids, reported.num_top)
+    for index, logprobs in zip(reported.indices, found, strict=True):
+        if results[index].error is None:
+            results[index] = results[index]._replace(logprobs=logprobs)
+
+
+def _to_logprobs(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    """Normalise the rows that want candidates, in place; their indices."""
+    indices = [index for index, row in enumerate(rows) if row.num_candidates]
+    if indices:
+        place = torch.tensor(indices, device=logits.device)
+        logits[place] = torch.log_softmax(select_rows(logits, indices), dim=-1)
+    return indices
+
+
+def _with_candidates(
+    results: list[RowResult], logprobs: Tensor, rows: Sequence[SampledRow], indices: list[int]
+) -> None:
+    """``logprobs [num_rows, vocab_size]`` are those of all rows, after their rules."""
+    if not indices:
+        return
+    counts = [rows[index].num_candidates for index in indices]
+    found = likely_tokens(select_rows(logprobs, indices), counts)
+    for index, likely in zip(indices, found, strict=True):
+        if results[index].error is None:
+            candidates = tuple(one for one in likely if one[1] > -math.inf)
+            results[index] = results[index]._replace(token_ids=(), candidates=candidates)
 
 
 def _replace_nonfinite(logits: Tensor) -> list[bool]:
@@ -137,22 +181,3 @@ def _replace_nonfinite(logits: Tensor) -> list[bool]:
     if bool(is_bad.any()):
         logits[is_bad] = 0.0
     return is_bad.tolist()
-
-
-def sample_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_top: int
-) -> tuple[SampleLogprobs, ...]:
-    """What is reported of tokens drawn from ``logits [vocab_size]``, before any rule or filter.
-
-    Args:
-        num_top: alternatives wanted; -1: the whole vocabulary.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    count = len(logprobs) if num_top < 0 else min(num_top, len(logprobs))
-    top = logprobs.topk(count)
-    alternatives = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    reported = []
-    for token_id in token_ids:
-        rank = int((logprobs > logprobs[token_id]).sum()) + 1
-        reported.append(SampleLogprobs(float(logprobs[token_id]), rank, alternatives))
-    return tuple(reported)

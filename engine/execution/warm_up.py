@@ -1,11 +1,12 @@
-"""A step as large as steps can get, on made-up tokens."""
+"""Steps on made-up tokens and blocks: one as large as they can get, one that uses the host tier."""
 
 from __future__ import annotations
 
 from ..api import SamplingParams
-from ..step import NewRow, ScheduledRow, StepPlan
+from ..step import BlockSwap, NewRow, ScheduledRow, StepPlan
 
 STEP_ID = -1
+MAX_SWAPPED_BLOCKS = 16
 
 
 def largest_step(
@@ -27,6 +28,16 @@ def largest_step(
         new_rows.append(NewRow(seq_id, [0] * length, (), sampling, 0))
         rows.append(ScheduledRow(seq_id, 0, length, 1, (blocks,), 0))
     return StepPlan(STEP_ID, new_rows=tuple(new_rows), rows=tuple(rows))
+
+
+def round_trip_step(num_blocks: int) -> StepPlan:
+    """Moves the first blocks to the host tier and back, which changes none of them."""
+    swaps = [
+        BlockSwap(0, block_id, block_id, to_host)
+        for to_host in (True, False)
+        for block_id in range(num_blocks)
+    ]
+    return StepPlan(STEP_ID, block_swaps=tuple(swaps))
 
 
 def cleanup_step(plan: StepPlan) -> StepPlan:

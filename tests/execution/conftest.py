@@ -113,10 +113,12 @@ class Driver:
         fields.setdefault("first_changed_block", old)
         return ScheduledRow(seq_id, start, num_tokens, num_samples, (table,), **fields)
 
-    def step(self, rows: Sequence[ScheduledRow] = (), **fields: Any) -> dict[int, Any]:
+    def plan(self, rows: Sequence[ScheduledRow] = (), **fields: Any) -> StepPlan:
         self.step_id += 1
-        plan = StepPlan(self.step_id, rows=tuple(rows), **fields)
-        result = self.runner.submit(plan).result()
+        return StepPlan(self.step_id, rows=tuple(rows), **fields)
+
+    def step(self, rows: Sequence[ScheduledRow] = (), **fields: Any) -> dict[int, Any]:
+        result = self.runner.submit(self.plan(rows, **fields)).result()
         assert result.step_id == self.step_id
         return {row.seq_id: row for row in result.rows}
 
@@ -145,13 +147,14 @@ def make_driver() -> Callable[..., Driver]:
     def make(block_size: int = 4, num_blocks: int = 40, **options: Any) -> Driver:
         runner = ModelRunner(
             options.pop("model", FakeModel()),
-            ReferenceOps(),
+            options.pop("ops", ReferenceOps()),
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=options.pop("max_num_seqs", 4),
             max_model_len=options.pop("max_model_len", 64),
             device=torch.device("cpu"),
             eos_token_ids=(EOS,),
+            num_host_blocks=options.pop("num_host_blocks", 0),
         )
         return Driver(runner, block_size, num_blocks)
 

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.engine.config import EngineConfig
+from octavo.engine.config import EngineConfig, check_preemption
 from octavo.engine.errors import ConfigError
 from octavo.engine.execution import kv_cache
-from octavo.engine.execution.kv_cache import CPU_DEFAULT_BYTES, kv_block_bytes, num_blocks_for
+from octavo.engine.execution.kv_cache import (
+    CPU_DEFAULT_BYTES,
+    kv_block_bytes,
+    num_blocks_for,
+    num_host_blocks_for,
+)
 
 CPU = torch.device("cpu")
 
@@ -102,3 +107,33 @@ def test_on_a_gpu_other_processes_do_not_change_the_size(
         num_blocks_for(config, fake_model, cuda, max_model_len=64)
     with pytest.raises(ConfigError, match="--gpu-memory-utilization leaves no room"):
         num_blocks_for(_config(gpu_memory_utilization=0.01), fake_model, cuda, max_model_len=64)
+
+
+def test_the_host_tier_is_never_larger_than_asked(fake_model: Any, available: Any) -> None:
+    block = kv_block_bytes(fake_model, 16)
+    assert num_host_blocks_for(_config(), fake_model) == 0
+    assert num_host_blocks_for(_config(swap_space=2), fake_model) == (2 << 30) // block
+    almost = (3 * block - 1) / 2**30
+    assert num_host_blocks_for(_config(swap_space=almost), fake_model) == 2
+
+
+def test_a_host_tier_that_cannot_be_is_refused_with_the_numbers(
+    fake_model: Any, available: Any
+) -> None:
+    block = kv_block_bytes(fake_model, 16)
+    with pytest.raises(ConfigError, match=rf"--swap-space .*one needs {block} bytes"):
+        num_host_blocks_for(_config(swap_space=1e-9), fake_model)
+    available(10 * block)
+    config = _config(swap_space=10 * block / 2**30)
+    assert num_host_blocks_for(config, fake_model) == 10
+    with pytest.raises(
+        ConfigError, match=rf"--swap-space asks for 10 .*{10 * block} bytes; {10 * block - 1} bytes"
+    ):
+        num_host_blocks_for(config, fake_model, reserved_bytes=1)
+
+
+def test_swapping_needs_somewhere_to_swap_to() -> None:
+    with pytest.raises(ConfigError, match=r"--preemption-mode swap .*--swap-space"):
+        check_preemption(_config(preemption_mode="swap"))
+    check_preemption(_config(preemption_mode="swap", swap_space=1))
+    check_preemption(_config(preemption_mode="auto"))

@@ -289,10 +289,12 @@ class TestBrokenPlans:
         with pytest.raises(ExecutionError, match="with 1 blocks"):
             driver.step([row], new_rows=(driver.new(0, PROMPT),))
 
-    def test_sample_before_the_last_token(self, make_driver: Any) -> None:
+    @pytest.mark.parametrize("wanted", [{}, {"num_samples": 0, "num_candidates": 4}])
+    def test_sample_before_the_last_token(self, make_driver: Any, wanted: Any) -> None:
         driver = make_driver()
+        row = driver.row(0, 0, 3, **wanted)
         with pytest.raises(ExecutionError, match="before its last token"):
-            driver.step([driver.row(0, 0, 3)], new_rows=(driver.new(0, PROMPT),))
+            driver.step([row], new_rows=(driver.new(0, PROMPT),))
 
     def test_longer_than_the_window(self, make_driver: Any) -> None:
         driver = make_driver(max_model_len=8)
@@ -310,12 +312,14 @@ class TestBrokenPlans:
         driver = make_driver()
         with pytest.raises(ExecutionError, match="host tier"):
             driver.step(block_swaps=(BlockSwap(0, 1, 1, True),))
-        with pytest.raises(ExecutionError, match="one KV group"):
+        with pytest.raises(ExecutionError, match="one KV group, and a block of group 1"):
             driver.step(block_copies=(BlockCopy(1, 0, 1),))
+        with pytest.raises(ExecutionError, match="one KV group, and a block of group 1"):
+            driver.step(block_swaps=(BlockSwap(1, 1, 1, True),))
         row = driver.row(0, 0, 1)
         with pytest.raises(ExecutionError, match="one KV group"):
             driver.step([row._replace(block_tables=([0], [1]))])
-        with pytest.raises(ExecutionError, match="candidates"):
+        with pytest.raises(ExecutionError, match="samples and candidates"):
             driver.step([row._replace(num_candidates=4)])
         for sampling in (
             SamplingParams(prompt_logprobs=0),

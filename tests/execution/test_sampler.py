@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from octavo.engine.api import SamplingParams
+from octavo.engine.execution import logprobs
 from octavo.engine.execution.logit_rules import LogitRules, RuledRow, apply_rules
+from octavo.engine.execution.logprobs import most_likely, sample_logprobs
 from octavo.engine.execution.rows import RowTable
-from octavo.engine.execution.sampler import NONFINITE, SampledRow, Sampler, sample_logprobs
+from octavo.engine.execution.sampler import NONFINITE, NOTHING_LEFT, SampledRow, Sampler
 from octavo.engine.step import NewRow, StepPlan
 from octavo.kernels.torch_ops import TorchOps
 
@@ -104,6 +106,14 @@ class _Rows:
         rows = [
             SampledRow(seq_id, self.table.place_of(seq_id), num_samples)
             for seq_id in range(len(self.table))
+        ]
+        return self.sampler.sample(logits, rows)
+
+    def candidates(self, logits: torch.Tensor, counts: list[int]) -> list[Any]:
+        """Of every row; where the count is 0, a token is drawn."""
+        rows = [
+            SampledRow(seq_id, self.table.place_of(seq_id), int(count == 0), count)
+            for seq_id, count in enumerate(counts)
         ]
         return self.sampler.sample(logits, rows)
 
@@ -214,5 +224,106 @@ def test_logprobs_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize(("asked", "given_"), [(0, 0), (5, 5), (-1, VOCAB_SIZE), (99, VOCAB_SIZE)])
 def test_number_of_alternatives(asked: int, given_: int) -> None:
-    reported = sample_logprobs(_logits(1)[0], [1, 2], asked)
+    (reported,) = sample_logprobs(_logits(1), [[1, 2]], [asked])
     assert [len(one.top) for one in reported] == [given_, given_]
+
+
+def test_many_rows_report_as_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different numbers of tokens and alternatives, in more rows than are ranked at once."""
+    monkeypatch.setattr(logprobs, "MAX_TOKENS_AT_ONCE", 3)
+    values = torch.log_softmax(_logits(6), dim=-1)
+    token_ids = [[4], [1, 2, 3], [], [0], [23, 23], [9]]
+    num_top = [0, 2, 1, -1, 0, 2]
+    together = sample_logprobs(values, token_ids, num_top)
+    assert [len(reported) for reported in together] == [1, 3, 0, 1, 2, 1]
+    for row, reported in enumerate(together):
+        alone = sample_logprobs(values[row : row + 1], [token_ids[row]], [num_top[row]])
+        assert alone == [reported]
+        for token_id, one in zip(token_ids[row], reported, strict=True):
+            assert one.logprob == float(values[row, token_id])
+            assert one.rank == 1 + int((values[row] > values[row, token_id]).sum())
+            order = values[row].sort(descending=True, stable=True).indices.tolist()
+            count = VOCAB_SIZE if num_top[row] < 0 else num_top[row]
+            assert [token for token, _ in one.top] == order[:count]
+
+
+def test_best_of_reports_only_what_ranking_needs() -> None:
+    """Every token's own log-probability, no alternatives, nothing for a row that did not ask."""
+    best_of = SamplingParams(n=1, best_of=3, temperature=1.0, top_p=0.5, presence_penalty=1.0)
+    raw = _logits(3)
+    rows = _Rows([[1], [2], [3]], [best_of, SamplingParams(temperature=1.0), best_of])
+    results = rows.sample(raw.clone(), num_samples=3)
+    assert results[1].logprobs is None
+    for index in (0, 2):
+        expected = torch.log_softmax(raw[index], dim=-1)
+        assert len(results[index].logprobs) == 3
+        for token_id, one in zip(results[index].token_ids, results[index].logprobs, strict=True):
+            assert one.logprob == pytest.approx(float(expected[token_id]), abs=1e-6)
+            assert one.top == ()
+
+
+@given(values=st.lists(st.integers(-2, 2), min_size=1, max_size=20), count=st.integers(1, 20))
+def test_the_most_likely_in_order(values: list[int], count: int) -> None:
+    count = min(count, len(values))
+    row = torch.tensor([values, values[::-1]], dtype=torch.float32)
+    row[row == -2] = -torch.inf
+    found, ids = most_likely(row, count)
+    expected = row.sort(dim=-1, descending=True, stable=True)
+    assert ids.tolist() == expected.indices[:, :count].tolist()
+    assert found.tolist() == expected.values[:, :count].tolist()
+
+
+_RULED = [
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=-0.3),
+    SamplingParams(logit_bias={3: 4.0, 5: -100.0}),
+    SamplingParams(min_tokens=4, stop_token_ids=(7,)),
+    SamplingParams(repetition_penalty=0.5, min_tokens=4, logit_bias={2: 50.0, 8: 2.0}),
+]
+
+
+@pytest.mark.parametrize("count", [1, 6, VOCAB_SIZE, 10**6])
+def test_candidates_have_the_rules_applied_to_log_probabilities(count: int) -> None:
+    """As in transformers: log_softmax first, so that penalties work on negative numbers only."""
+    outputs = [5, 9, 5]
+    rows = _Rows([[4, 4, 1]] * len(_RULED), _RULED)
+    for place in range(len(_RULED)):
+        rows.table.append(rows.table.place_of(place), outputs)
+    raw = _logits(len(_RULED)) * 4
+    results = rows.candidates(raw.clone(), [count] * len(_RULED))
+    for logits, sampling, result in zip(raw, _RULED, results, strict=True):
+        logprobs_ = torch.log_softmax(logits, dim=-1).numpy()
+        expected = _numpy_rule(logprobs_, sampling, [4, 4, 1], outputs)
+        order = np.argsort(-expected, kind="stable")[:count]
+        order = order[np.isfinite(expected[order])]
+        assert [token for token, _ in result.candidates] == order.tolist()
+        assert [value for _, value in result.candidates] == pytest.approx(expected[order], abs=1e-4)
+        assert result.token_ids == ()
+    num_masked = len({EOS, *_RULED[3].stop_token_ids})
+    assert len(results[3].candidates) == min(count, VOCAB_SIZE - num_masked)
+
+
+def test_candidates_do_not_depend_on_the_batch() -> None:
+    samplings = [*_RULED, SamplingParams(temperature=1.0, seed=3, logprobs=2)]
+    counts = [3, 5, 3, 8, 5, 0]
+    logits = _logits(6)
+    together = _Rows([[1]] * 6, samplings).candidates(logits.clone(), counts)
+    assert together[5].candidates is None
+    assert len(together[5].token_ids) == 1
+    for index, sampling in enumerate(samplings):
+        alone = _Rows([[1]], [sampling])
+        (result,) = alone.candidates(logits[index : index + 1].clone(), [counts[index]])
+        assert result._replace(seq_id=index) == together[index]
+
+
+def test_a_row_without_candidates_ends_alone() -> None:
+    sampling = SamplingParams(min_tokens=1)
+    logits = _logits(3)
+    healthy = _Rows([[1]], [sampling]).candidates(logits[2:].clone(), [4])[0]
+    logits[0, 7] = torch.nan
+    logits[1] = -torch.inf
+    logits[1, EOS] = 1.0  # the only one, and min_tokens forbids it
+    results = _Rows([[1]] * 3, [sampling] * 3).candidates(logits, [4] * 3)
+    assert [row.error for row in results] == [NONFINITE, NOTHING_LEFT, None]
+    assert [row.candidates for row in results[:2]] == [None, None]
+    assert results[2].candidates == healthy.candidates

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import attention_plan
 from octavo.kernels.attention_plan import plan_attention
+from octavo.kernels.kv_store import neighbours
 from octavo.kernels.ops import KVCacheSpec, LayerKVCache, Ops
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_ops import TorchOps
@@ -152,6 +153,48 @@ def test_copy_blocks_copies_every_layer(ops: Ops) -> None:
         for tensor, was in zip(cache, old, strict=True):
             assert torch.equal(tensor[[4, 1]], was[[0, 3]])
             assert torch.equal(tensor[[0, 2, 3]], was[[0, 2, 3]])
+
+
+def test_swap_blocks_copies_between_two_memories(ops: Ops) -> None:
+    caches = []
+    for num_blocks in (5, 3):
+        spec = KVCacheSpec(num_blocks, 2, 1, 2, torch.bfloat16)
+        caches.append([ops.allocate_kv_cache(spec, torch.device("cpu")) for _ in range(2)])
+        for cache in caches[-1]:
+            for tensor in cache:
+                tensor.normal_()
+    source, target = caches
+    before = [[tensor.clone() for tensor in cache] for cache in target]
+    sources = [[tensor.clone() for tensor in cache] for cache in source]
+    ops.swap_blocks(source, target, torch.tensor([4, 0]), torch.tensor([0, 2]))
+    for layer in range(2):
+        for src, dst, was, same in zip(
+            source[layer], target[layer], before[layer], sources[layer], strict=True
+        ):
+            assert torch.equal(dst[[0, 2]], src[[4, 0]])
+            assert torch.equal(dst[1], was[1])
+            assert torch.equal(src, same)
+
+
+def test_blocks_that_lie_together_move_together() -> None:
+    src, dst = [0, 1, 2, 9, 8, 4, 5], [5, 6, 8, 9, 10, 0, 1]
+    runs = list(neighbours(src, dst))
+    assert runs == [(0, 5, 2), (2, 8, 1), (9, 9, 1), (8, 10, 1), (4, 0, 2)]
+    assert list(neighbours([], [])) == []
+
+
+@pytest.mark.gpu
+def test_blocks_go_to_the_host_and_come_back() -> None:
+    ops, cuda = TorchOps(), torch.device("cuda")
+    spec = KVCacheSpec(6, 2, 1, 2, torch.bfloat16)
+    device, other = ([ops.allocate_kv_cache(spec, cuda)] for _ in range(2))
+    for tensor in device[0]:
+        tensor.normal_()
+    host = [LayerKVCache(*(torch.empty(x.shape, dtype=x.dtype).pin_memory() for x in device[0]))]
+    ops.swap_blocks(device, host, torch.tensor([0, 1, 4]), torch.tensor([2, 3, 0]))
+    ops.swap_blocks(host, other, torch.tensor([2, 3, 0]), torch.tensor([5, 0, 1]))
+    for tensor, copied in zip(device[0], other[0], strict=True):
+        assert torch.equal(copied[[5, 0, 1]], tensor[[0, 1, 4]])
 
 
 def test_a_cache_on_a_cpu_takes_no_memory_before_it_is_used(ops: Ops) -> None:
