@@ -109,7 +109,14 @@ def render_metrics() -> str:
 
 def metric_families() -> list[Metric]:
     """Every metric of a server whose engine is ready, by name."""
-    info = SimpleNamespace(max_model_len=8192, block_size=16, num_blocks=1024, dtype="float32")
+    info = SimpleNamespace(
+        max_model_len=8192,
+        block_size=16,
+        num_blocks=1024,
+        num_host_blocks=0,
+        enable_prefix_caching=True,
+        dtype="float32",
+    )
     engine = cast(Engine, SimpleNamespace(info=info))
     metrics = Metrics(engine, "model")
     metrics.render()  # makes those that wait for the engine

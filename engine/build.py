@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import EngineInfo
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
-from .config import EngineConfig, StepLimits, num_cpu_threads, step_limits
+from .config import EngineConfig, StepLimits, check_preemption, num_cpu_threads, step_limits
 from .errors import ConfigError
 from .service.core import EngineCore
 
@@ -57,6 +57,7 @@ def start_engine(config: EngineConfig, log_level: str = "info") -> EngineClient:
 
     checkpoint = find_checkpoint(config)
     _window(config, checkpoint)  # what needs no device is refused before anything is loaded
+    check_preemption(config)
     if config.scheduler.max_num_seqs and config.scheduler.max_num_batched_tokens:
         step_limits(config.scheduler, on_gpu=False)
     command = [sys.executable, "-P", "-m", "octavo.engine.build"]
@@ -75,12 +76,13 @@ def build_core(
     begin = time.monotonic()
     report = progress or (lambda _stage, _fraction: None)
     report("starting", 0.0)
+    check_preemption(config)
     checkpoint = find_checkpoint(config)
 
     import torch
 
     from ..kernels.select import select_ops
-    from .execution.kv_cache import kv_block_bytes, num_blocks_for
+    from .execution.kv_cache import kv_block_bytes, num_blocks_for, num_host_blocks_for
     from .execution.runner import ModelRunner
     from .memory.kv_cache_manager import KVCacheManager
     from .models.loader import load_model
@@ -100,23 +102,37 @@ def build_core(
     )
     block_size = config.cache.block_size
     num_blocks = num_blocks_for(config, model, device, max_model_len=place.window)
+    block_bytes = kv_block_bytes(model, block_size)
+    reserved_bytes = num_blocks * block_bytes if device.type == "cpu" else 0
+    num_host_blocks = num_host_blocks_for(config, model, reserved_bytes=reserved_bytes)
     max_model_len = _max_model_len(config, place.window, num_blocks * block_size)
     report("warming", 0.9)
     runner = ModelRunner(
         model,
         ops,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=block_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
         device=device,
         eos_token_ids=checkpoint.eos_token_ids,
     )
-    runner.warm_up(min(limits.max_num_batched_tokens, max_model_len))
+    rates = runner.warm_up(min(limits.max_num_batched_tokens, max_model_len))
+    memory = KVCacheManager(
+        num_blocks,
+        block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        block_bytes=block_bytes,
+    )
     scheduler = Scheduler(
-        SchedulerLimits(*limits, max_model_len, config.scheduler.watermark),
-        KVCacheManager(num_blocks, block_size),
+        SchedulerLimits(
+            *limits, max_model_len, config.scheduler.watermark, config.scheduler.preemption_mode
+        ),
+        memory,
         checkpoint.eos_token_ids,
+        rates=rates,
     )
     core = EngineCore(
         scheduler, runner, epoch=epoch, check_invariants=config.scheduler.check_invariants
@@ -129,7 +145,7 @@ def build_core(
         eos_token_ids=checkpoint.eos_token_ids,
         block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache_bytes=num_blocks * kv_block_bytes(model, block_size),
+        kv_cache_bytes=num_blocks * block_bytes,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         dtype=str(place.dtype).removeprefix("torch."),
@@ -138,6 +154,8 @@ def build_core(
         num_threads=place.num_threads,
         num_parameters=model.num_parameters,
         load_s=time.monotonic() - begin,
+        num_host_blocks=num_host_blocks,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
         default_sampling=_default_sampling(config, checkpoint),
     )
     logger.info(

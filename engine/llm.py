@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .api import (
     ChatPrompt,
     GenerationRequest,
+    KVSnapshot,
     Prompt,
     RequestOutput,
     SamplingParams,
@@ -25,6 +26,7 @@ from .build import build_core, find_checkpoint
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError
 from .service.admission import Admission
+from .service.beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .service.output import RequestState, merge
 from .stats import EngineStats
 from .text.chat_template import load_chat_template
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+"""A text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, with ``"cache_salt"``
+where only prompts of the same salt may share cached blocks."""
 Message = Mapping[str, Any]
 
 
@@ -85,7 +88,34 @@ class LLM:
             InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
         """
         many = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        return self._run([_prompt(one) for one in many], sampling_params, use_tqdm)
+        salts = [_cache_salt(one) for one in many]
+        return self._run([_prompt(one) for one in many], salts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Find likely continuations by beam search.
+
+        ``generate`` with ``SamplingParams(use_beam_search=True)`` computes the same and returns only what
+        was generated; here ``tokens`` and ``text`` of a sequence begin with the prompt's.
+
+        Args:
+            prompts: one or many; see :data:`PromptLike`. A list of integers is one prompt.
+            params: for all prompts.
+            use_tqdm: show a progress bar on standard error.
+
+        Returns:
+            One output per prompt, in the prompts' order, each with ``beam_width`` sequences, best first.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
+        """
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
+        return [beam_search_output(output, self._tokenizer) for output in outputs]
 
     def chat(
         self,
@@ -112,7 +142,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, [None] * len(prompts), sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -125,6 +155,16 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
         return self._core.stats()
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """Every block of the KV memory and every sequence in it."""
+        self._check_open()
+        return self._core.kv_snapshot()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix, so that nothing computed so far is used again."""
+        self._check_open()
+        self._core.reset_prefix_cache()
 
     def close(self) -> None:
         """Give back the model's memory. May be called more than once."""
@@ -142,17 +182,21 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("This LLM has been closed.")
+
     # --- one batch -------------------------------------------------------------------------------
 
     def _run(
         self,
         prompts: Sequence[Prompt],
+        salts: Sequence[str | None],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if self._is_closed:
-            raise ConfigError("This LLM has been closed.")
-        states = self._admit(prompts, self._params_for(len(prompts), sampling_params))
+        self._check_open()
+        states = self._admit(prompts, salts, self._params_for(len(prompts), sampling_params))
         results: dict[str, RequestOutput] = {}
         bar = _progress_bar(len(states)) if use_tqdm else None
         try:
@@ -188,12 +232,17 @@ class LLM:
         return list(sampling_params)
 
     def _admit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        salts: Sequence[str | None],
+        params: Sequence[SamplingParams],
     ) -> list[RequestState]:
         states = []
-        for prompt, sampling in zip(prompts, params, strict=True):
+        for prompt, salt, sampling in zip(prompts, salts, params, strict=True):
             request_id = str(next(self._request_ids))
-            request = GenerationRequest(request_id, prompt, sampling, time.monotonic())
+            request = GenerationRequest(
+                request_id, prompt, sampling, time.monotonic(), cache_salt=salt
+            )
             states.append(RequestState(self._admission.admit(request), self._tokenizer))
         return states
 
@@ -207,9 +256,9 @@ class LLM:
                 state = states.get(update.request_id)
                 if state is None:
                     continue
-                output, is_stopped_here = state.apply(update, now)
-                if is_stopped_here:
-                    self._core.abort([], [(update.request_id, update.child_index)])
+                output, stopped_here = state.apply(update, now)
+                if stopped_here:
+                    self._core.abort([], [(update.request_id, index) for index in stopped_here])
                 yield output
 
 
@@ -250,6 +299,13 @@ def _prompt(prompt: Any) -> Prompt:
         f"A prompt must be a string, token ids or a dictionary, got {type(prompt).__name__}.",
         param="prompts",
     )
+
+
+def _cache_salt(prompt: Any) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not isinstance(salt, str):
+        raise InvalidRequestError(f"cache_salt must be a text, got {salt!r}.", param="cache_salt")
+    return salt
 
 
 def _progress_bar(total: int) -> tqdm[Any]:

@@ -12,10 +12,18 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .engine.api import CompletionOutput, FinishReason, RequestOutput, SamplingParams
     from .engine.llm import LLM
+    from .engine.service.beam_search import (
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
+    )
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
     "SamplingParams": "octavo.engine.api",
+    "BeamSearchParams": "octavo.engine.service.beam_search",
+    "BeamSearchOutput": "octavo.engine.service.beam_search",
+    "BeamSearchSequence": "octavo.engine.service.beam_search",
     "RequestOutput": "octavo.engine.api",
     "CompletionOutput": "octavo.engine.api",
     "FinishReason": "octavo.engine.api",
@@ -23,6 +31,9 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "FinishReason",
     "RequestOutput",

@@ -16,6 +16,7 @@ from .limits import BodyLimitMiddleware
 from .metrics import Metrics
 from .routes_chat import chat_router
 from .routes_completions import completions_router
+from .routes_debug import debug_router
 from .routes_models import models_router
 from .routes_ops import ops_router
 
@@ -31,14 +32,18 @@ def create_app(
 
     Args:
         engine: Receives the requests, and a sink for its statistics.
-        config: Keys; where it listens is not the application's concern.
+        config: Keys, and whether there are debug routes; where it listens is not the application's
+            concern.
         model_names: Names that clients may use; answers carry the first.
         drain: Through it the caller refuses requests at shutdown and waits for running ones.
     """
     context = Context(engine, model_names, Metrics(engine, model_names[0]), drain or Drain())
     engine.set_stats_sink(context.metrics)
     app = FastAPI(title="octavo", version=__version__, redirect_slashes=False)
-    for make_router in (completions_router, chat_router, models_router, ops_router):
+    routers = [completions_router, chat_router, models_router, ops_router]
+    if config.enable_debug_endpoints:
+        routers.append(debug_router)
+    for make_router in routers:
         app.include_router(make_router(context))
     install_handlers(app)
     # The last one added is the outermost.

@@ -43,11 +43,6 @@ _EMPTY: tuple[Any, ...] = ([], {}, "")
 _NULL: tuple[Any, ...] = ()
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    # several answers
-    "best_of": (1,),
-    "use_beam_search": _OFF,
-    "length_penalty": (1, 1.0),
-    "early_stopping": _OFF,
     # log-probabilities
     "logprobs": _OFF,
     "top_logprobs": (0,),
@@ -81,7 +76,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
     "media_io_kwargs": _EMPTY,
-    "cache_salt": _NULL,
     "priority": (0,),
     "kv_transfer_params": _EMPTY,
     "ec_transfer_params": _EMPTY,
@@ -104,12 +98,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 _HINTS = {
-    "best_of": "all n choices are returned, best_of must be 1",
     "prompt_embeds": "send text or token ids as prompt",
     "chat_template": "templates come from the operator only",
     "response_format": "only the type 'text' is offered",
-    "early_stopping": "beam search is not offered yet",
-    "length_penalty": "beam search is not offered yet",
     "echo": "send the prompt with the answer yourself",
 }
 

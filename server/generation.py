@@ -2,6 +2,7 @@
 
 Shared by every route that generates. A request with several prompts is several engine requests,
 admitted together. Each has ``n`` choices: the indices of a prompt's are adjacent, prompt by prompt.
+Where the choices are ranked (beams, ``best_of``) none is known before the end, so nothing can be streamed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..engine.api import (
     RequestStream,
     SamplingParams,
 )
-from ..engine.errors import EngineDeadError
+from ..engine.errors import EngineDeadError, InvalidRequestError
 from .context import Context
 from .errors import GenerationFailedError, describe, json_response
 from .streaming import EventStream, until_disconnect
@@ -51,6 +52,12 @@ class Job:
     is_streamed: bool
     includes_usage: bool
     arrival_time: float
+    cache_salt: str | None = None
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the choices are the best of several, which is known at the end only."""
+        return self.sampling.use_beam_search or self.sampling.is_best_of
 
 
 async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Response:
@@ -60,13 +67,18 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
         RequestError, EngineNotReadyError, EngineDeadError: nothing was sent yet.
         ClientDisconnect: the client went away; the engine's requests are aborted.
     """
+    if job.is_streamed and job.is_ranked:
+        name = "a beam search" if job.sampling.use_beam_search else "best_of above n"
+        raise InvalidRequestError(
+            f"stream must be false with {name}: the best is known only at the end.", param="stream"
+        )
     streams = await context.engine.submit(_engine_requests(job))
     headers = {"X-Request-Id": job.name}
     if job.is_streamed:
         events = _events(streams, job.sampling.n, wire, includes_usage=job.includes_usage)
         return EventStream(events, lambda: _abort(streams), headers)
     try:
-        content = await until_disconnect(request.receive, _collect(streams, job.sampling.n, wire))
+        content = await until_disconnect(request.receive, _collect(streams, job, wire))
     finally:
         _abort(streams)
     return json_response(content, headers=headers)
@@ -76,7 +88,9 @@ def _engine_requests(job: Job) -> list[GenerationRequest]:
     """One per prompt. Ids are unique even if two clients chose the same."""
     unique = f"{job.name}-{uuid.uuid4().hex[:8]}"
     return [
-        GenerationRequest(f"{unique}-{i}", prompt, job.sampling, job.arrival_time)
+        GenerationRequest(
+            f"{unique}-{i}", prompt, job.sampling, job.arrival_time, cache_salt=job.cache_salt
+        )
         for i, prompt in enumerate(job.prompts)
     ]
 
@@ -117,10 +131,10 @@ def _chunk(wire: Wire, index: int, output: CompletionOutput, error: str | None) 
     return wire.delta(index, output.text) if output.text else b""
 
 
-async def _collect(streams: Sequence[RequestStream], n: int, wire: Wire) -> dict[str, object]:
+async def _collect(streams: Sequence[RequestStream], job: Job, wire: Wire) -> dict[str, object]:
     """The whole answer."""
-    usage = _prompt_usage(streams)
-    choices = [Choice() for _ in range(n * len(streams))]
+    n, usage = job.sampling.n, _prompt_usage(streams)
+    choices = [Choice(is_ranked=job.is_ranked) for _ in range(n * len(streams))]
     async with aclosing(_merged(streams)) as outputs:
         async for index, output in outputs:
             _add(usage, output)
@@ -130,6 +144,7 @@ async def _collect(streams: Sequence[RequestStream], n: int, wire: Wire) -> dict
                 choice.text.append(one.text)
                 choice.finish_reason = one.finish_reason
                 choice.stop_reason = one.stop_reason
+                choice.cumulative_logprob = one.cumulative_logprob
     return wire.whole(choices, usage)
 
 
@@ -145,6 +160,7 @@ def _prompt_usage(streams: Sequence[RequestStream]) -> Usage:
 def _add(usage: Usage, output: RequestOutput) -> None:
     usage.completion_tokens += sum(len(one.token_ids) for one in output.outputs)
     if output.finished:
+        usage.completion_tokens += output.num_discarded_tokens
         usage.cached_tokens += output.num_cached_tokens
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..engine.stats import EngineStats
+from ..engine.stats import EngineStats, HistogramCounts
 
 Read = Callable[[EngineStats], float]
 
@@ -27,13 +27,34 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("octavo:kv_blocks_free", "KV blocks that can be allocated.", lambda s: s.num_free_blocks),
     ("octavo:kv_slots_used", "Slots of used blocks that hold a token.", lambda s: s.num_used_slots),
     ("octavo:kv_waste_ratio", "Share of used blocks' slots without a token, 0 to 1.", _waste),
+    (
+        "octavo:kv_blocks_cached",
+        "KV blocks that can be found by their content, in use or free.",
+        lambda s: s.num_cached_blocks,
+    ),
+    (
+        "octavo:kv_blocks_shared",
+        "KV blocks that more than one sequence refers to.",
+        lambda s: s.num_shared_blocks,
+    ),
+    (
+        "octavo:kv_blocks_saved_by_sharing",
+        "KV blocks that would be needed on top if every sequence had its own.",
+        lambda s: s.num_saved_blocks,
+    ),
+    ("octavo:kv_host_blocks_total", "KV blocks in host memory.", lambda s: s.num_host_blocks),
+    (
+        "octavo:kv_host_blocks_used",
+        "KV blocks in host memory that hold a preempted sequence or an evicted prefix.",
+        lambda s: s.num_used_host_blocks,
+    ),
 )
 
 # Exposed with the suffix _total.
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens, cached ones included.", lambda s: s.num_prompt_tokens),
     ("vllm:generation_tokens", "Generated tokens.", lambda s: s.num_generation_tokens),
-    ("vllm:num_preemptions", "Preemptions of sequences.", lambda s: s.num_preemptions),
+    ("vllm:num_preemptions", "Preemptions of requests.", lambda s: s.num_preemptions),
     (
         "vllm:prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
@@ -76,6 +97,98 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         "octavo:kv_slot_steps_used",
         "Slots that held a token, summed over steps.",
         lambda s: s.kv_slot_steps_used,
+    ),
+    (
+        "octavo:prefix_cache_evictions",
+        "Cached KV blocks whose memory was taken for something else.",
+        lambda s: s.num_evictions,
+    ),
+)
+
+
+def _zero(_stats: EngineStats) -> float:
+    return 0
+
+
+# (name, meaning, label, what to read for each of its values). Exposed with the suffix _total.
+LABELLED_COUNTERS: tuple[tuple[str, str, str, tuple[tuple[str, Read], ...]], ...] = (
+    (
+        "vllm:prompt_tokens_by_source",
+        "Prompt tokens by where they came from.",
+        "source",
+        (
+            ("local_compute", lambda s: s.num_prompt_tokens - s.prefix_cache_hits),
+            ("local_cache_hit", lambda s: s.prefix_cache_hits),
+            ("external_kv_transfer", _zero),
+        ),
+    ),
+    (
+        "vllm:prompt_tokens_cached_by_source",
+        "Prompt tokens that were not computed, by where they were found.",
+        "source",
+        (
+            ("device", lambda s: s.prefix_cache_hits - s.prefix_cache_host_hits),
+            ("host", lambda s: s.prefix_cache_host_hits),
+            ("p2p", _zero),
+            ("disk", _zero),
+            ("external_unspecified", _zero),
+        ),
+    ),
+    (
+        "octavo:prefix_cache_hit_tokens",
+        "Prompt tokens found in the prefix cache: in whole blocks on the device or in host memory, "
+        "or inside a block that agrees only in its first tokens.",
+        "source",
+        (
+            (
+                "device",
+                lambda s: (
+                    s.prefix_cache_hits
+                    - s.prefix_cache_host_hits
+                    - s.prefix_cache_inside_block_hits
+                ),
+            ),
+            ("host", lambda s: s.prefix_cache_host_hits),
+            ("inside_block", lambda s: s.prefix_cache_inside_block_hits),
+        ),
+    ),
+    (
+        "octavo:preemptions",
+        "Preemptions of requests by what became of their KV blocks.",
+        "kind",
+        (
+            ("recompute", lambda s: s.num_preemptions - s.num_preemptions_by_swap),
+            ("swap", lambda s: s.num_preemptions_by_swap),
+        ),
+    ),
+    (
+        "octavo:kv_blocks_swapped",
+        "KV blocks copied between the device and host memory; out is to the host.",
+        "direction",
+        (
+            ("out", lambda s: s.num_blocks_swapped_out),
+            ("in", lambda s: s.num_blocks_swapped_in),
+        ),
+    ),
+    (
+        "octavo:kv_swapped_bytes",
+        "Bytes copied between the device and host memory; out is to the host.",
+        "direction",
+        (("out", lambda s: s.swapped_out_bytes), ("in", lambda s: s.swapped_in_bytes)),
+    ),
+)
+
+# Seconds; every evicted block is observed.
+BLOCK_TIMES: tuple[tuple[str, str, Callable[[EngineStats], HistogramCounts]], ...] = (
+    (
+        "vllm:kv_block_lifetime_seconds",
+        "From the allocation of a KV block to its eviction.",
+        lambda s: s.block_lifetimes,
+    ),
+    (
+        "vllm:kv_block_idle_before_evict_seconds",
+        "From the last use of a KV block to its eviction.",
+        lambda s: s.block_idle_times,
     ),
 )
 

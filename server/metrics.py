@@ -2,8 +2,8 @@
 
 Receives what the engine reports and renders it from memory; never asks the engine. ``vllm:`` names,
 labels and buckets are a contract with existing dashboards; what only octavo has is ``octavo:``.
-Gauges mirror the last snapshot. Counters add the difference between two snapshots of one engine life
-(epoch) and start over with the next, so a restart never makes them fall.
+Gauges mirror the last snapshot. Counters follow the highest value of one engine life (epoch) and start over
+with the next, so that nothing makes them fall.
 """
 
 from __future__ import annotations
@@ -23,23 +23,47 @@ from prometheus_client import (
 
 from ..engine.api import Engine, EngineInfo, FinishReason
 from ..engine.errors import EngineNotReadyError
-from ..engine.stats import EngineStats, RequestRecord
+from ..engine.stats import BLOCK_TIME_BUCKETS, EngineStats, RequestRecord
+from .cumulative_histogram import CumulativeHistogram
 from .exposition import CONTENT_TYPE, Exposition
 from .http_metrics import HttpMetrics
 from .metric_tables import (
+    BLOCK_TIMES,
     COUNTERS,
     GAUGES,
     ITERATION_BUCKETS,
     ITL_BUCKETS,
+    LABELLED_COUNTERS,
     LATENCY_BUCKETS,
     N_BUCKETS,
     PREEMPTION_BUCKETS,
     TTFT_BUCKETS,
+    Read,
     one_two_five,
 )
 
 ENGINE_INDEX = "0"
 _LABELS = ("model_name", "engine")
+
+
+class _RunningTotal:
+    """A counter that follows a cumulative value of the engine.
+
+    The value may dip, where it is the difference of two that are not counted at one moment.
+    """
+
+    def __init__(self, counter: Counter, read: Read) -> None:
+        self._counter, self._read = counter, read
+        self._seen = 0.0
+
+    def update(self, stats: EngineStats) -> None:
+        value = self._read(stats)
+        if value > self._seen:
+            self._counter.inc(value - self._seen)
+            self._seen = value
+
+    def restart(self) -> None:
+        self._seen = 0.0
 
 
 class Metrics:
@@ -60,9 +84,10 @@ class Metrics:
         self.http = HttpMetrics(self.registry)
         self._engine = engine
         self._values = (model_name, ENGINE_INDEX)
-        self._last = EngineStats()
+        self._epoch = 0
         self._gauges = [(self._gauge(name, text), read) for name, text, read in GAUGES]
-        self._counters = [(self._counter(name, text), read) for name, text, read in COUNTERS]
+        self._totals = [_RunningTotal(self._counter(n, text), read) for n, text, read in COUNTERS]
+        self._block_times = [(self._block_time(n, text), read) for n, text, read in BLOCK_TIMES]
         self._make_labelled()
         self._make_latencies()
         self._lengths: dict[str, Histogram] | None = None
@@ -79,17 +104,22 @@ class Metrics:
         self.record_stats(stats)
 
     def record_stats(self, stats: EngineStats) -> None:
-        last = self._last if stats.epoch == self._last.epoch else EngineStats(epoch=stats.epoch)
+        if stats.epoch != self._epoch:
+            self._start_epoch(stats.epoch)
         for gauge, read in self._gauges:
             gauge.set(read(stats))
-        for counter, count in self._counters:
-            _increase(counter, count(stats) - count(last))
-        cached = stats.prefix_cache_hits - last.prefix_cache_hits
-        computed = stats.num_prompt_tokens - last.num_prompt_tokens - cached
-        _increase(self._by_source["local_cache_hit"], cached)
-        _increase(self._by_source["local_compute"], computed)
+        for total in self._totals:
+            total.update(stats)
+        for histogram, read_totals in self._block_times:
+            histogram.update(read_totals(stats))
         self._waiting_by_reason["capacity"].set(stats.num_waiting)
-        self._last = stats
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        for total in self._totals:
+            total.restart()
+        for histogram, _ in self._block_times:
+            histogram.restart()
 
     def record_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
@@ -129,11 +159,9 @@ class Metrics:
         )
         reasons = (*FinishReason, "repetition")
         self._success = {reason: success(str(reason)) for reason in reasons}
-        sources = self._labelled_counter(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source"
-        )
-        names = ("local_compute", "local_cache_hit", "external_kv_transfer")
-        self._by_source = {name: sources(name) for name in names}
+        for name, text, label, values in LABELLED_COUNTERS:
+            of = self._labelled_counter(name, text, label)
+            self._totals += [_RunningTotal(of(value), read) for value, read in values]
         waiting = Gauge(
             "vllm:num_requests_waiting_by_reason",
             "Waiting requests by what they wait for.",
@@ -208,8 +236,9 @@ class Metrics:
         labels = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
+            "num_cpu_blocks": str(info.num_host_blocks),
             "cache_dtype": info.dtype,
-            "enable_prefix_caching": "False",
+            "enable_prefix_caching": str(info.enable_prefix_caching),
             "kv_cache_size_tokens": str(num_tokens),
             "kv_cache_max_concurrency": f"{info.num_blocks / num_blocks_each:.2f}",
             "engine": ENGINE_INDEX,
@@ -229,14 +258,15 @@ class Metrics:
         histogram = Histogram(name, text, _LABELS, buckets=buckets, registry=self.registry)
         return histogram.labels(*self._values)
 
+    def _block_time(self, name: str, text: str) -> CumulativeHistogram:
+        labels = dict(zip(_LABELS, self._values, strict=True))
+        histogram = CumulativeHistogram(name, text, labels, BLOCK_TIME_BUCKETS)
+        self.registry.register(histogram)
+        return histogram
+
     def _labelled_counter(self, name: str, text: str, label: str) -> Callable[[str], Counter]:
         counter = Counter(name, text, (*_LABELS, label), registry=self.registry)
         return lambda value: counter.labels(*self._values, value)
-
-
-def _increase(counter: Counter, difference: float) -> None:
-    if difference > 0:
-        counter.inc(difference)
 
 
 def _observe_lengths(lengths: dict[str, Histogram], record: RequestRecord) -> None:

@@ -15,13 +15,12 @@ _NO_REASONING = "reasoning is not told apart from the answer"
 _NO_GRAMMAR = "answers cannot be constrained to a grammar"
 _NO_COMPILE = "steps run as they are, nothing is compiled or captured"
 _NO_TRANSFER = "KV blocks stay in this process"
-_NO_OFFLOAD = "weights and KV blocks stay on their device"
+_SWAP = "host memory for KV blocks is given by --swap-space"
 _NO_LOGPROBS = "log-probabilities are not returned"
 _FORMAT = "the format follows from the model's files, safetensors or GGUF"
 _LOCAL = "models are local files; fetch them first and pass the path"
 _PROXY = "put a reverse proxy in front for this"
 _NO_TRACING = "there are no traces; /metrics has the numbers"
-_PREFIX = "there is no prefix cache to tune"
 _POLICY = "requests run first come, first served"
 _SILENT = "nothing of the kind is logged"
 _IN_BODY = "clients ask for it in the request"
@@ -48,12 +47,10 @@ PEER_FLAGS: dict[str, str] = {
     "--runner": "octavo generates text only",
     # cache
     "--kv-cache-dtype": "KV blocks have the type of the activations, see --dtype",
-    "--enable-prefix-caching": _PREFIX,
-    "--prefix-caching-hash-algo": _PREFIX,
-    "--kv-offloading-size": _NO_OFFLOAD,
-    "--kv-offloading-backend": _NO_OFFLOAD,
-    "--cpu-offload-gb": _NO_OFFLOAD,
-    "--swap-space": _NO_OFFLOAD,
+    "--prefix-caching-hash-algo": "blocks are always found by a cryptographic hash",
+    "--kv-offloading-size": f"{_SWAP}, in GiB too",
+    "--kv-offloading-backend": _SWAP,
+    "--cpu-offload-gb": f"weights stay on their device; {_SWAP}",
     # scheduling
     "--enable-chunked-prefill": "long prompts are always computed in chunks, see "
     "--max-num-batched-tokens",
@@ -143,7 +140,8 @@ PEER_FLAGS: dict[str, str] = {
     "--otlp-traces-endpoint": _NO_TRACING,
     "--collect-detailed-traces": _NO_TRACING,
     "--disable-log-stats": "statistics are at /metrics and are not logged",
-    "--kv-cache-metrics": "see the octavo:kv_ metrics",
+    "--kv-cache-metrics": "every block is always measured, see /metrics",
+    "--kv-cache-metrics-sample": "every block is always measured, see /metrics",
     "--custom-histogram-buckets": "buckets are those of the ecosystem's dashboards",
     "--show-hidden-metrics-for-version": "no metric is hidden",
     "--enable-mfu-metrics": "there are no such metrics",

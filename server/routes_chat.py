@@ -45,6 +45,7 @@ def chat_router(context: Context) -> APIRouter:
             is_streamed=bool(body.stream),
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
+            cache_salt=body.cache_salt,
         )
         wire = ChatWire(f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage)
         return await answer(context, request, job, wire)

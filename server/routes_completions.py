@@ -46,6 +46,7 @@ def completions_router(context: Context) -> APIRouter:
             is_streamed=bool(body.stream),
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
+            cache_salt=body.cache_salt,
         )
         wire = CompletionWire(f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage)
         return await answer(context, request, job, wire)

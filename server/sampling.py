@@ -16,6 +16,10 @@ from .schemas import GenerationFields
 
 _FIELDS = (
     "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -31,6 +35,7 @@ _FIELDS = (
     "ignore_eos",
     "skip_special_tokens",
 )
+_DRAWING = ("temperature", "top_p", "top_k", "min_p")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
@@ -47,6 +52,8 @@ def sampling_params(
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names it.
     """
+    if body.use_beam_search:  # which draws nothing
+        defaults = {name: value for name, value in defaults.items() if name not in _DRAWING}
     values = {name: defaults[name] for name in _FIELDS if defaults.get(name) is not None}
     values |= {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     limit = _max_tokens(body)

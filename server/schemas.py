@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
 
 from ..engine.errors import InvalidRequestError
 from .errors import describe_validation
@@ -36,6 +45,19 @@ StopStrings = Annotated[
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         mode="validation",
     ),
+]
+
+
+def _check_early_stopping(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or value == "never":
+        return value
+    raise PydanticCustomError("early_stopping", 'Input should be true, false or "never"')
+
+
+EarlyStopping = Annotated[
+    Any,
+    AfterValidator(_check_early_stopping),
+    WithJsonSchema({"enum": [True, False, "never", None]}, mode="validation"),
 ]
 
 
@@ -70,6 +92,15 @@ class GenerationFields(Wire):
         None, description="Token id, as a plain decimal, to a number in [-100, 100]."
     )
     n: Int64 | None = Field(None, description="Choices for each prompt.")
+    best_of: Int64 | None = Field(
+        None, description="Sequences to choose the n best from; with use_beam_search, the width."
+    )
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping = None
+    cache_salt: str | None = Field(
+        None, description="Cached blocks are shared only within one salt."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -44,6 +44,8 @@ class Choice:
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    is_ranked: bool = False  # by its log-probability, which it then carries
+    cumulative_logprob: float | None = None
 
 
 def event(data: bytes) -> bytes:
@@ -102,12 +104,18 @@ class Wire(ABC):
             "id": self._head["id"],
             "object": self.object_name,
             **self._head,
-            "choices": [self.choice(i, choice) for i, choice in enumerate(choices)],
+            "choices": [
+                self.choice(i, choice) | _extension(choice) for i, choice in enumerate(choices)
+            ],
             "usage": usage.as_dict(),
         }
 
     def _chunk(self, *parts: bytes) -> bytes:
         return b"".join((self._prefix, *parts, self._suffix))
+
+
+def _extension(choice: Choice) -> dict[str, Any]:
+    return {"cumulative_logprob": choice.cumulative_logprob} if choice.is_ranked else {}
 
 
 class CompletionWire(Wire):

@@ -23,6 +23,9 @@ from ..scheduling.request import NewRequest
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 
+MAX_CACHE_SALT_CHARS = 128
+_NOT_IN_SALTS = frozenset("@/\\\0")
+
 
 class Admitted(NamedTuple):
     """A request that passed the door."""
@@ -64,7 +67,8 @@ class Admission:
         refuse_unsupported(request)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("logit_bias", tuple(sampling.logit_bias or ()))
-        self._check_seats(sampling.n)
+        self._check_seats(sampling)
+        _check_salt(request.cache_salt)
         text, prompt_token_ids = self._prompt(request)
         max_tokens = self._max_tokens(len(prompt_token_ids), sampling)
         by_id = self._special_stops(sampling)
@@ -143,12 +147,14 @@ class Admission:
                 param=param,
             )
 
-    def _check_seats(self, n: int) -> None:
-        if n > self._info.max_num_seqs:
+    def _check_seats(self, sampling: SamplingParams) -> None:
+        limit, num_sequences = self._info.max_num_seqs, sampling.num_sequences
+        if num_sequences > limit:
+            param = "n" if sampling.n > limit else "best_of"
             raise InvalidRequestError(
-                f"n={n} is more than this server computes at the same time: {self._info.max_num_seqs} "
-                "sequences (--max-num-seqs).",
-                param="n",
+                f"{param}={getattr(sampling, param)} is more than this server computes at the same "
+                f"time: {limit} sequences (--max-num-seqs).",
+                param=param,
             )
 
     # --- lengths ---------------------------------------------------------------------------------
@@ -171,18 +177,27 @@ class Admission:
         max_tokens = room if asked is None else min(asked, room)
         if asked is None:
             max_tokens = max(1, min(max_tokens, self._fitting_tokens(num_prompt_tokens, sampling)))
-        self._check_pool(num_prompt_tokens, max_tokens, sampling.num_sequences)
+        self._check_pool(num_prompt_tokens, max_tokens, sampling)
         return max_tokens
 
     def _fitting_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
-        """Output tokens for which ``num_blocks_needed`` is at most the pool."""
+        """Output tokens that ``_check_pool`` lets through."""
         block_size, n = self._info.block_size, sampling.num_sequences
         shared = num_prompt_tokens // block_size
-        own = (self._info.num_blocks - shared) // n
+        own = (self._info.num_blocks - shared) // n - sampling.use_beam_search
         return (shared + own) * block_size - num_prompt_tokens
 
-    def _check_pool(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
-        needed = num_blocks_needed(num_prompt_tokens, max_tokens, n, self._info.block_size)
+    def _check_pool(
+        self, num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams
+    ) -> None:
+        n = sampling.num_sequences
+        needed = num_blocks_needed(
+            num_prompt_tokens,
+            max_tokens,
+            n,
+            self._info.block_size,
+            is_beam_search=sampling.use_beam_search,
+        )
         if needed > self._info.num_blocks:
             raise InvalidRequestError(
                 f"A prompt of {num_prompt_tokens} tokens and {n} x {max_tokens} output tokens needs "
@@ -198,6 +213,20 @@ class Admission:
         return {token_id: text for token_id, text in found.items() if token_id is not None}
 
 
+def _check_salt(salt: str | None) -> None:
+    if salt is None:
+        return
+    if not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(salt)}.",
+            param="cache_salt",
+        )
+    if not _NOT_IN_SALTS.isdisjoint(salt) or any("\ud800" <= char <= "\udfff" for char in salt):
+        raise InvalidRequestError(
+            "cache_salt must not hold '@', '/', '\\', NUL or half a character.", param="cache_salt"
+        )
+
+
 def refuse_unsupported(request: GenerationRequest) -> None:
     """Refuse, by name, parameters that the engine knows and does not serve.
 
@@ -206,14 +235,11 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     """
     sampling = request.sampling
     asked = {
-        "best_of": (sampling.best_of or sampling.n) != sampling.n,
-        "use_beam_search": sampling.use_beam_search,
         "logprobs": sampling.logprobs is not None,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
         "allowed_token_ids": sampling.allowed_token_ids is not None,
         "bad_words": bool(sampling.bad_words),
         "priority": request.priority != 0,
-        "cache_salt": request.cache_salt is not None,
         "resume": bool(request.resume),
     }
     for param, is_asked in asked.items():

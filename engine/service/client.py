@@ -12,7 +12,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import zmq
@@ -22,6 +23,7 @@ from ..api import (
     Engine,
     EngineInfo,
     GenerationRequest,
+    KVSnapshot,
     LoadProgress,
     RequestOutput,
     TextPrompt,
@@ -42,9 +44,12 @@ from .admission import Admission, Admitted
 from .frames import (
     Abort,
     Add,
+    Answer,
     Failed,
     Hello,
+    KVSnapshotRequest,
     Loading,
+    ResetPrefixCache,
     Snapshot,
     Step,
     ToEngine,
@@ -145,6 +150,8 @@ class EngineClient(Engine):
         self._chat_template: ChatTemplate | None = None
         self._admission: Admission | None = None
         self._streams: dict[str, EngineStream] = {}
+        self._questions: dict[int, asyncio.Future[KVSnapshot | None]] = {}
+        self._question_ids = count()
         self._death: EngineDeadError | None = None
         self._dead: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -218,6 +225,7 @@ class EngineClient(Engine):
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.fail(reason)
+        self._fail_questions(reason)
         if self._dead is not None:
             self._dead.set()
 
@@ -232,6 +240,7 @@ class EngineClient(Engine):
         for request_id in list(self._streams):
             self.abort(request_id)
         self._is_closing = True
+        self._fail_questions(EngineDeadError("The engine has been closed."))
         if self._process.stdin is not None:
             self._process.stdin.close()  # upon which the engine ends, whatever it is doing
         try:
@@ -318,6 +327,44 @@ class EngineClient(Engine):
         self._record_finished(stream.state)
         self._send(Abort((request_id,)))
 
+    # --- questions -------------------------------------------------------------------------------
+
+    async def kv_snapshot(self) -> KVSnapshot:
+        """See :meth:`octavo.engine.api.Engine.kv_snapshot`."""
+        snapshot = await self._ask(KVSnapshotRequest)
+        if snapshot is None:
+            raise EngineDeadError("The engine answered another question.")
+        return snapshot
+
+    async def reset_prefix_cache(self) -> None:
+        """See :meth:`octavo.engine.api.Engine.reset_prefix_cache`."""
+        await self._ask(ResetPrefixCache)
+
+    async def _ask(
+        self, question: Callable[[int], KVSnapshotRequest | ResetPrefixCache]
+    ) -> KVSnapshot | None:
+        """Send a question and wait for its answer, or for the end of the engine."""
+        self._door()
+        question_id = next(self._question_ids)
+        answer: asyncio.Future[KVSnapshot | None] = asyncio.get_running_loop().create_future()
+        self._questions[question_id] = answer
+        self._send(question(question_id))
+        try:
+            return await answer
+        finally:
+            self._questions.pop(question_id, None)
+
+    def _answer(self, frame: Answer) -> None:
+        """Hand an answer over. Whoever asked may have stopped waiting."""
+        answer = self._questions.get(frame.question_id)
+        if answer is not None and not answer.done():
+            answer.set_result(frame.snapshot)
+
+    def _fail_questions(self, reason: EngineDeadError) -> None:
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(reason)
+
     # --- frames ----------------------------------------------------------------------------------
 
     def _send(self, frame: ToEngine) -> None:
@@ -356,6 +403,8 @@ class EngineClient(Engine):
         elif isinstance(frame, Hello):
             self._info = frame.info
             self._open_door()
+        elif isinstance(frame, Answer):
+            self._answer(frame)
         elif isinstance(frame, Failed):
             kind = EngineRefusedError if frame.is_refusal else EngineDeadError
             self._die(kind(frame.message))
@@ -367,9 +416,8 @@ class EngineClient(Engine):
             stream = self._streams.get(update.request_id)
             if stream is None:
                 continue
-            output, is_stopped_here = stream.state.apply(update, now, self._sink)
-            if is_stopped_here:
-                stopped.append((update.request_id, update.child_index))
+            output, stopped_here = stream.state.apply(update, now, self._sink)
+            stopped += [(update.request_id, child_index) for child_index in stopped_here]
             if output.finished:
                 del self._streams[update.request_id]
                 self._record_finished(stream.state)

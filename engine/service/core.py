@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..api import KVSnapshot
 from ..scheduling.request import NewRequest, SequenceUpdate
 from ..scheduling.scheduler import Scheduler
 from ..stats import EngineStats
-from ..step import Executor
+from ..step import Executor, StepPlan
 
 
 class StepOutput(NamedTuple):
@@ -74,6 +75,7 @@ class EngineCore:
         scheduled = time.perf_counter()
         result = self._executor.submit(plan).result()
         executed = time.perf_counter()
+        self._note_rates(plan, executed - scheduled, result.swap_s)
         updates, num_step_tokens = self._scheduler.commit(plan, result)
         if self._check_invariants:
             self._scheduler.check()
@@ -82,10 +84,23 @@ class EngineCore:
         self._schedule_s += (scheduled - begin) + (end - executed)
         return StepOutput(updates, num_step_tokens, self.stats())
 
+    def _note_rates(self, plan: StepPlan, execute_s: float, swap_s: float) -> None:
+        rates = self._scheduler.rates
+        rates.note_step(plan.num_tokens, execute_s - swap_s)
+        rates.note_swap(len(plan.block_swaps) * self._scheduler.memory.block_bytes, swap_s)
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """KV memory and all sequences. Taken between steps."""
+        return self._scheduler.kv_snapshot()
+
+    def reset_prefix_cache(self) -> None:
+        """Let nobody find anything that was computed so far. Call between steps."""
+        self._scheduler.memory.reset_prefix_cache()
+
     def stats(self) -> EngineStats:
         """A snapshot. Taken between steps."""
         scheduler, counters = self._scheduler, self._scheduler.counters
-        memory = scheduler.memory
+        memory, cache = scheduler.memory, scheduler.memory.cache
         return EngineStats(
             epoch=self._epoch,
             num_running=scheduler.num_running,
@@ -94,15 +109,32 @@ class EngineCore:
             num_used_blocks=memory.pool.num_used_blocks,
             block_size=memory.block_size,
             num_used_slots=memory.num_used_slots,
+            num_cached_blocks=len(cache.index),
+            num_shared_blocks=memory.pool.num_shared_blocks,
+            num_saved_blocks=memory.num_saved_blocks,
+            num_host_blocks=cache.host.num_blocks,
+            num_used_host_blocks=cache.host.num_used_blocks,
             num_steps=counters.num_steps,
             num_scheduled_tokens=counters.num_scheduled_tokens,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_generation_tokens=counters.num_generation_tokens,
             num_preemptions=counters.num_preemptions,
+            num_preemptions_by_swap=counters.num_preemptions_by_swap,
             num_block_copies=counters.num_block_copies,
             num_nonfinite_rows=counters.num_nonfinite_rows,
             kv_slot_steps_allocated=counters.kv_slot_steps_allocated,
             kv_slot_steps_used=counters.kv_slot_steps_used,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            prefix_cache_host_hits=counters.prefix_cache_host_hits,
+            prefix_cache_inside_block_hits=counters.prefix_cache_inside_block_hits,
+            num_evictions=cache.num_evictions,
+            num_blocks_swapped_out=counters.num_blocks_swapped_out,
+            num_blocks_swapped_in=counters.num_blocks_swapped_in,
+            swapped_out_bytes=counters.num_blocks_swapped_out * memory.block_bytes,
+            swapped_in_bytes=counters.num_blocks_swapped_in * memory.block_bytes,
+            block_lifetimes=memory.times.lifetimes.counts(),
+            block_idle_times=memory.times.idle_times.counts(),
             busy_s=self._busy_s,
             schedule_s=self._schedule_s,
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..api import EngineInfo, ResumedSequence, SamplingParams
+from ..api import EngineInfo, KVSnapshot, ResumedSequence, SamplingParams
 from ..scheduling.request import NewRequest, SequenceUpdate
 from ..stats import EngineStats
 
@@ -43,6 +43,18 @@ class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
     sequences: tuple[tuple[str, int], ...] = ()  # (request id, child index), where others go on
 
 
+class KVSnapshotRequest(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Front end → engine: describe the KV memory between two steps."""
+
+    question_id: int
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Front end → engine: forget every cached prefix."""
+
+    question_id: int
+
+
 class Loading(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Engine → front end: how far the start has come."""
 
@@ -70,6 +82,13 @@ class Snapshot(msgspec.Struct, tag=True, array_like=True, frozen=True):
     stats: EngineStats
 
 
+class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Engine → front end: to a KVSnapshotRequest, or (with no snapshot) that a reset is done."""
+
+    question_id: int
+    snapshot: KVSnapshot | None = None
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Engine → front end, the last frame: why it ends. One sentence for people."""
 
@@ -77,8 +96,8 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     is_refusal: bool = False  # options or checkpoint cannot work
 
 
-ToEngine = Add | Abort
-FromEngine = Loading | Hello | Step | Snapshot | Failed
+ToEngine = Add | Abort | KVSnapshotRequest | ResetPrefixCache
+FromEngine = Loading | Hello | Step | Snapshot | Answer | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

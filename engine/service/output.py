@@ -12,6 +12,7 @@ from ..text.detokenizer import Detokenizer
 from ..text.stop import StopMatcher
 from ..text.tokenizer import Tokenizer
 from .admission import Admitted
+from .best_of import BestOf
 
 
 class _SequenceState:
@@ -73,8 +74,14 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=admitted.new.arrival_time)
         self.prompt_token_ids = list(admitted.new.prompt_token_ids)
         self._tokenizer = tokenizer
-        num_sequences = admitted.new.sampling.num_sequences
+        sampling = admitted.new.sampling
+        num_sequences = sampling.n if sampling.use_beam_search else sampling.num_sequences
         self._sequences = [_SequenceState(admitted, tokenizer) for _ in range(num_sequences)]
+        self._is_ranked = sampling.use_beam_search or sampling.is_best_of
+        self._best_of = BestOf(sampling) if sampling.is_best_of else None
+        self._num_cached_tokens = 0
+        self._num_discarded_tokens = 0
+        self._finish_reason: FinishReason | None = None  # of the best choice, with best_of
 
     @property
     def request_id(self) -> str:
@@ -86,17 +93,31 @@ class RequestState:
 
     def apply(
         self, update: SequenceUpdate, now: float, sink: StatsSink | None = None
-    ) -> tuple[RequestOutput, bool]:
+    ) -> tuple[RequestOutput, tuple[int, ...]]:
         """Take in what one step gave one sequence.
 
         Returns:
-            The delta, empty for a sequence that has ended here, and whether a stop string has just
-            ended one that the engine goes on with.
+            The delta, and the child indices of sequences that have just ended here while the engine
+            goes on with them. The delta is empty for a sequence that has ended before, and with
+            ``best_of`` until the last sequence has.
         """
         sequence = self._sequences[update.child_index]
         if sequence.finish_reason is not None:
-            return self._output([], None), False
+            return self._output([], None), ()
+        self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
         self._note_times(sequence, update, now, sink)
+        output = self._advance(sequence, update)
+        is_stopped_here = output.finished and update.finish_reason is None
+        stopped = (update.child_index,) if is_stopped_here else ()
+        if output.finish_reason is FinishReason.ERROR and self._is_ranked:
+            return self._fail(output, update.error)
+        if self._best_of is None:
+            return self._output([output], update.error), stopped
+        self._best_of.add(output, update.logprobs or ())
+        return self._output(self._select() if self.is_finished else [], None), stopped
+
+    def _advance(self, sequence: _SequenceState, update: SequenceUpdate) -> CompletionOutput:
+        """What ``update`` adds to its sequence: text, and why it ends if it does."""
         sequence.num_tokens += len(update.token_ids)
         reason, stop_reason = update.finish_reason, None
         shown = update.token_ids
@@ -105,29 +126,60 @@ class RequestState:
             if not self.admitted.new.sampling.include_stop_str_in_output:
                 shown = shown[:-1]
         text, matched = sequence.text_of(shown, reason is not None)
-        is_stopped_here = matched is not None and reason is None
         if matched is not None:
             reason, stop_reason = FinishReason.STOP, matched
         sequence.finish_reason = reason
-        output = CompletionOutput(
+        return CompletionOutput(
             update.child_index,
             text,
             list(update.token_ids),
-            logprobs=self._logprobs(update),
-            finish_reason=reason,
-            stop_reason=stop_reason,
+            update.cumulative_logprob,
+            self._logprobs(update),
+            reason,
+            stop_reason,
         )
-        return self._output([output], update.error), is_stopped_here
 
     def abort(self) -> RequestOutput:
-        """End every unfinished sequence; text held back is given out."""
+        """End every unfinished sequence; text held back is given out.
+
+        With ``best_of`` nothing was given out before, so that all of the choices end here.
+        """
+        outputs = self._end_unfinished(FinishReason.ABORT)
+        if self._best_of is None:
+            return self._output(outputs, None)
+        for output in outputs:
+            self._best_of.add(output, ())
+        return self._output(self._select(FinishReason.ABORT), None)
+
+    def _end_unfinished(self, reason: FinishReason) -> list[CompletionOutput]:
         outputs = []
         for index, sequence in enumerate(self._sequences):
             if sequence.finish_reason is None:
                 text, _ = sequence.text_of((), True)
-                sequence.finish_reason = FinishReason.ABORT
-                outputs.append(CompletionOutput(index, text, [], finish_reason=FinishReason.ABORT))
-        return self._output(outputs, None)
+                sequence.finish_reason = reason
+                outputs.append(CompletionOutput(index, text, [], finish_reason=reason))
+        return outputs
+
+    def _fail(
+        self, failed: CompletionOutput, error: str | None
+    ) -> tuple[RequestOutput, tuple[int, ...]]:
+        """One of the sequences to choose from has an error: there is no best one."""
+        ended = self._end_unfinished(FinishReason.ERROR)
+        if self._best_of is None:
+            return self._output([failed, *ended], error), ()
+        outputs = self._select(FinishReason.ERROR)
+        return self._output(outputs, error), tuple(output.index for output in ended)
+
+    def _select(self, reason: FinishReason | None = None) -> list[CompletionOutput]:
+        """The choices of a ``best_of`` request, all ended by ``reason`` where one is given."""
+        if self._best_of is None:
+            return []
+        outputs, self._num_discarded_tokens = self._best_of.select()
+        if reason is not None:
+            for output in outputs:
+                output.finish_reason, output.stop_reason = reason, None
+        self._finish_reason = outputs[0].finish_reason
+        return outputs
 
     def record(self, now: float) -> RequestRecord:
         """The finished request, for histograms."""
@@ -137,14 +189,16 @@ class RequestState:
             metrics.first_token_time,
             metrics.last_token_time,
         )
+        if new.sampling.use_beam_search:
+            first = None  # all tokens came at once, at the end
         reasons = [s.finish_reason for s in self._sequences if s.finish_reason is not None]
         counts = [s.num_tokens for s in self._sequences]
         return RequestRecord(
-            finish_reason=reasons[0] if reasons else FinishReason.ABORT,
+            finish_reason=self._finish_reason or (reasons[0] if reasons else FinishReason.ABORT),
             num_prompt_tokens=len(new.prompt_token_ids),
             num_generation_tokens=sum(counts),
             max_num_generation_tokens=max(counts),
-            num_cached_tokens=0,
+            num_cached_tokens=self._num_cached_tokens,
             n=new.sampling.n,
             max_tokens=new.sampling.max_tokens or 0,
             num_preemptions=metrics.num_preemptions,
@@ -178,7 +232,7 @@ class RequestState:
         return None if stop_id is None else self.admitted.stop_strings_by_id.get(stop_id, stop_id)
 
     def _logprobs(self, update: SequenceUpdate) -> list[dict[int, Logprob]] | None:
-        if update.logprobs is None:
+        if update.logprobs is None or self.admitted.new.sampling.logprobs is None:
             return None
         entries = []
         for token_id, sample in zip(update.token_ids, update.logprobs, strict=True):
@@ -198,6 +252,8 @@ class RequestState:
             self.prompt_token_ids,
             outputs,
             self.is_finished,
+            self._num_cached_tokens,
+            self._num_discarded_tokens,
             metrics=self.metrics,
             error=error,
         )
@@ -215,9 +271,13 @@ def merge(into: RequestOutput, new: RequestOutput) -> None:
         earlier.token_ids += output.token_ids
         if output.logprobs:
             earlier.logprobs = (earlier.logprobs or []) + output.logprobs
+        if output.cumulative_logprob is not None:
+            earlier.cumulative_logprob = output.cumulative_logprob
         earlier.finish_reason = output.finish_reason
         earlier.stop_reason = output.stop_reason
     into.finished = new.finished
+    into.num_cached_tokens = new.num_cached_tokens
+    into.num_discarded_tokens = new.num_discarded_tokens
     into.error = new.error or into.error
 
 

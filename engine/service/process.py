@@ -26,10 +26,13 @@ from .core import EngineCore
 from .frames import (
     Abort,
     Add,
+    Answer,
     Failed,
     FromEngine,
     Hello,
+    KVSnapshotRequest,
     Loading,
+    ResetPrefixCache,
     Snapshot,
     Step,
     decode_to_engine,
@@ -40,6 +43,7 @@ from .frames import (
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+Send = Callable[[FromEngine], None]
 BuildCore = Callable[[EngineConfig, int, Progress], tuple[EngineCore, EngineInfo]]
 
 _LENGTH = struct.Struct("<I")
@@ -125,30 +129,50 @@ def _serve(socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore) -> 
         return 1
 
 
-def _loop(
-    socket: zmq.Socket[bytes], core: EngineCore, send: Callable[[FromEngine], None]
-) -> NoReturn:
+def _loop(socket: zmq.Socket[bytes], core: EngineCore, send: Send) -> NoReturn:
     """Drain the inbox, compute a step, publish it; sleep on the socket while there is nothing to do."""
     while True:
         is_idle = not core.has_work
         if is_idle:
             send(Snapshot(core.stats()))
             socket.poll()
-        while socket.poll(0):
-            _handle(core, socket.recv())
+        _drain(socket, core, send)
         if core.has_work:
             output = core.step()
-            if (
-                output.updates or output.num_step_tokens
-            ):  # else only the executor was told something
+            if output.updates or output.num_step_tokens:
                 send(Step(*output))
+            elif core.has_work:  # beams went on, of which nothing is told before their end
+                send(Snapshot(output.stats))
 
 
-def _handle(core: EngineCore, data: bytes) -> None:
-    """Take in one frame. A damaged one is a broken invariant: its only writer is the front end."""
+def _drain(socket: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:
+    """Take in all that has come. Those who ask for the KV memory get one picture of it, taken last."""
+    question_ids = []
+    while socket.poll(0):
+        question_id = _handle(core, socket.recv(), send)
+        if question_id is not None:
+            question_ids.append(question_id)
+    if question_ids:
+        snapshot = core.kv_snapshot()
+        for question_id in question_ids:
+            send(Answer(question_id, snapshot))
+
+
+def _handle(core: EngineCore, data: bytes, send: Send) -> int | None:
+    """Take in one frame. A damaged one is a broken invariant: its only writer is the front end.
+
+    Returns:
+        The id of a question about the KV memory, which is still to be answered.
+    """
     frame = decode_to_engine(data)
     if isinstance(frame, Add):
         for request in frame.requests:
             core.add(from_wire(request))
     elif isinstance(frame, Abort):
         core.abort(frame.request_ids, frame.sequences)
+    elif isinstance(frame, KVSnapshotRequest):
+        return frame.question_id
+    elif isinstance(frame, ResetPrefixCache):
+        core.reset_prefix_cache()
+        send(Answer(frame.question_id))
+    return None

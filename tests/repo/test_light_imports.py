@@ -43,7 +43,13 @@ def test_light_modules_bring_in_nothing_heavy() -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("name", ["LLM", "SamplingParams", "RequestOutput", "FinishReason"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LLM", "SamplingParams", "RequestOutput", "FinishReason"),
+        *("BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence"),
+    ],
+)
 def test_public_names_resolve_lazily(name: str) -> None:
     import octavo
 

@@ -55,21 +55,27 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def greedy_choices(model_path: Path) -> Callable[[list[int], list[int]], list[int]]:
+def oracle(model_path: Path) -> Any:
+    """The model in transformers, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model_path.parent, gguf_file=model_path.name, dtype=torch.float32
+    )
+
+
+@pytest.fixture(scope="session")
+def greedy_choices(oracle: Any) -> Callable[[list[int], list[int]], list[int]]:
     """``(prompt, output)`` → what transformers would choose at each position of the output, in float32.
 
     Equal to the output if and only if transformers, generating from the prompt, gives that output.
     """
     import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path.parent, gguf_file=model_path.name, dtype=torch.float32
-    )
 
     def choices(prompt: list[int], output: list[int]) -> list[int]:
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output])).logits[0]
+            logits = oracle(torch.tensor([prompt + output])).logits[0]
         ids: list[int] = logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
         return ids
 

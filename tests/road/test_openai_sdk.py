@@ -24,6 +24,7 @@ def test_completion_streamed_and_whole_are_equal(client: openai.OpenAI) -> None:
         "max_tokens": 12,
         "temperature": 0,
     }
+    client.completions.create(**ask)  # from here on the prompt is cached
     whole = client.completions.create(**ask)
     stream = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
@@ -81,8 +82,8 @@ def test_errors_are_the_sdk_s_own(client: openai.OpenAI) -> None:
         client.completions.create(model="no-such", prompt="x")
     assert "smol" in not_found.value.message
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="smol", prompt="x", best_of=2)
-    assert refused.value.param == "best_of"
+        client.completions.create(model="smol", prompt="x", logprobs=2)
+    assert refused.value.param == "logprobs"
     assert {model.id for model in client.models.list()} == {"smol", "alias"}
 
 

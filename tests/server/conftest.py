@@ -18,6 +18,9 @@ from octavo.engine.api import (
     EngineInfo,
     FinishReason,
     GenerationRequest,
+    KVBlock,
+    KVSequence,
+    KVSnapshot,
     LoadProgress,
     RequestOutput,
     RequestStream,
@@ -50,12 +53,21 @@ INFO = EngineInfo(
 )
 
 
+SNAPSHOT = KVSnapshot(
+    num_blocks=2,
+    block_size=16,
+    blocks=(KVBlock(0, 2, 16, True, (4, 5)), KVBlock(1, 0, 0, False, ())),
+    sequences=(KVSequence("r", 4, "running", 16, (0,)), KVSequence("r", 5, "waiting", 16, (0,))),
+)
+
+
 class FakeStream(RequestStream):
-    """Plays the engine's pieces, one token each."""
+    """Plays the engine's pieces, one token each; ranked choices come whole, at the end."""
 
     def __init__(self, engine: FakeEngine, request: GenerationRequest, ids: list[int]) -> None:
         self._request_id, self._prompt_token_ids = request.request_id, ids
         self._engine = engine
+        self._sampling = request.sampling
         limit = request.sampling.max_tokens
         self._left = list(engine.pieces[:limit])
         self._end = FinishReason.STOP if limit is None or limit > len(self._left) else None
@@ -80,6 +92,8 @@ class FakeStream(RequestStream):
             await self._engine.released.wait()
         if self._engine.death is not None:
             raise EngineDeadError(self._engine.death)
+        if self._sampling.use_beam_search or self._sampling.is_best_of:
+            return self._ranked()
         if self._engine.is_closed:
             return self._output("", [], FinishReason.ABORT)
         if len(self._left) == 1 and self._engine.error is not None:
@@ -87,6 +101,18 @@ class FakeStream(RequestStream):
         text = self._left.pop(0) if self._left else ""
         reason = None if self._left else self._end or FinishReason.LENGTH
         return self._output(text, [7], reason)
+
+    def _ranked(self) -> RequestOutput:
+        """``n`` choices with equal texts, each less likely than the one before."""
+        self.finished, sampling = True, self._sampling
+        text, ids = "".join(self._left), [7] * len(self._left)
+        outputs = [
+            CompletionOutput(i, text, ids, -1.5 - i, finish_reason=FinishReason.LENGTH)
+            for i in range(sampling.n)
+        ]
+        num_discarded = (sampling.num_sequences - sampling.n) * len(ids)
+        prompt_ids = self.prompt_token_ids
+        return RequestOutput(self.request_id, None, prompt_ids, outputs, True, 3, num_discarded)
 
     def _output(self, text: str, ids: list[int], reason: FinishReason | None) -> RequestOutput:
         self.finished = reason is not None
@@ -116,6 +142,7 @@ class FakeEngine(Engine):
         self.streams: list[FakeStream] = []
         self.default_sampling: dict[str, Any] = {}
         self.sink: StatsSink | None = None
+        self.num_resets = 0
 
     async def start(self) -> None:
         pass
@@ -152,6 +179,14 @@ class FakeEngine(Engine):
 
     def set_stats_sink(self, sink: StatsSink) -> None:
         self.sink = sink
+
+    async def kv_snapshot(self) -> KVSnapshot:
+        self.check_ready()
+        return SNAPSHOT
+
+    async def reset_prefix_cache(self) -> None:
+        self.check_ready()
+        self.num_resets += 1
 
     def die(self, reason: str) -> None:
         self.death = reason
@@ -206,6 +241,14 @@ async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     """The same behind two API keys."""
     async with _client(engine, ServerConfig(api_key=("first", "schlüssel"))) as client:
+        yield client
+
+
+@pytest.fixture
+async def debugged(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """The application with its debug routes, behind a key."""
+    config = ServerConfig(api_key=("first",), enable_debug_endpoints=True)
+    async with _client(engine, config) as client:
         yield client
 
 

@@ -96,6 +96,25 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
     (C, {"n": True}, 400, "n"),
     (C, {"n": "1"}, 400, "n"),
     (C, {"n": 1.0}, 400, "n"),
+    # several answers
+    (C, {"best_of": 0}, 400, "best_of"),
+    (C, {"best_of": 16385}, 400, "best_of"),
+    (C, {"best_of": "2"}, 400, "best_of"),
+    (X, {"n": 3, "best_of": 2}, 400, "best_of"),
+    (C, {"use_beam_search": 1}, 400, "use_beam_search"),
+    (C, {"use_beam_search": True, "n": 2, "stop": "a"}, 400, "stop"),
+    (X, {"use_beam_search": True, "n": 2, "stop": ["a"]}, 400, "stop"),
+    (C, {"use_beam_search": True, "temperature": 0.5}, 400, "temperature"),
+    (C, {"use_beam_search": True, "top_p": 0.5}, 400, "top_p"),
+    (C, {"use_beam_search": True, "top_k": 5}, 400, "top_k"),
+    (C, {"use_beam_search": True, "min_p": 0.5}, 400, "min_p"),
+    (C, {"length_penalty": "1"}, 400, "length_penalty"),
+    (C, {"length_penalty": True}, 400, "length_penalty"),
+    (C, {"early_stopping": 1}, 400, "early_stopping"),
+    (X, {"early_stopping": "always"}, 400, "early_stopping"),
+    (C, {"early_stopping": [True]}, 400, "early_stopping"),
+    (C, {"cache_salt": 5}, 400, "cache_salt"),
+    (X, {"cache_salt": ["a"]}, 400, "cache_salt"),
     (C, {"logprobs": 0}, 400, "logprobs"),
     (X, {"logprobs": True, "top_logprobs": 2}, 400, "logprobs"),
     (C, {"echo": True}, 400, "echo"),
@@ -196,6 +215,20 @@ async def test_stream_options_need_a_stream(client: httpx.AsyncClient) -> None:
     body = {"prompt": "a", "stream_options": {"include_usage": True}}
     answer = await client.post(C, json=body)
     assert (answer.status_code, check_shape(answer)["param"]) == (400, "stream_options")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 2}, {"n": 2, "best_of": 3}, {"use_beam_search": True, "n": 2}]
+)
+@pytest.mark.parametrize("path", [C, X])
+async def test_what_is_known_at_the_end_only_cannot_be_streamed(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> None:
+    body = {"prompt": "a"} if path == C else {"messages": HI}
+    answer = await client.post(path, json={**body, **fields, "stream": True})
+    assert (answer.status_code, check_shape(answer)["param"]) == (400, "stream")
+    assert engine.requests == []
+    assert (await client.post(path, json={**body, **fields, "stream": False})).status_code == 200
 
 
 async def test_missing_messages_are_required(client: httpx.AsyncClient) -> None:

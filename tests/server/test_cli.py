@@ -150,6 +150,8 @@ def test_wrong_files(
         (["--max-model-len", "inf"], "--max-model-len must be a whole number"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be at most 1"),
         (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be"),
+        (["--swap-space", "-1"], "--swap-space must be at least 0"),
+        (["--preemption-mode", "x"], "--preemption-mode must be one of auto, recompute, swap"),
         (["--dtype", "int8"], "--dtype must be one of auto"),
         (["--config", "nowhere"], "neither a file nor a preset (cpu-small"),
         (["--prot", "1"], "did you mean --port?"),
@@ -182,8 +184,30 @@ def test_flags_of_peers_are_answered_by_name(
 def test_switches_of_peers_are_answered_in_their_negative_form(
     capsys: pytest.CaptureFixture[str], no_launch: list[Any]
 ) -> None:
-    message = refusal(["--no-enable-prefix-caching"], capsys, no_launch)
-    assert "--no-enable-prefix-caching is not offered" in message
+    message = refusal(["--no-enable-chunked-prefill"], capsys, no_launch)
+    assert "--no-enable-chunked-prefill is not offered" in message
+
+
+def test_flags_of_the_memory() -> None:
+    engine, server = resolve([])
+    assert engine.cache.enable_prefix_caching is True
+    assert (engine.cache.swap_space, engine.scheduler.preemption_mode) == (0.0, "auto")
+    assert server.enable_debug_endpoints is False
+    engine, server = resolve(
+        [
+            *("--no-enable-prefix-caching", "--swap-space", "0.5", "--preemption-mode", "swap"),
+            "--enable-debug-endpoints",
+        ]
+    )
+    assert engine.cache.enable_prefix_caching is False
+    assert (engine.cache.swap_space, engine.scheduler.preemption_mode) == (0.5, "swap")
+    assert server.enable_debug_endpoints is True
+
+
+def test_peers_names_for_host_memory_lead_to_ours(
+    capsys: pytest.CaptureFixture[str], no_launch: list[Any]
+) -> None:
+    assert "--swap-space" in refusal(["--kv-offloading-size", "4"], capsys, no_launch)
 
 
 def test_no_flag_is_both_offered_and_refused() -> None:

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.api import FinishReason
-from octavo.engine.stats import EngineStats, RequestRecord
+from octavo.engine.stats import EngineStats, HistogramCounts, RequestRecord
 from octavo.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -43,17 +43,37 @@ HISTOGRAMS = {
     ),
     ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680",
 )
+HISTOGRAMS |= dict.fromkeys(
+    ("vllm:kv_block_lifetime_seconds", "vllm:kv_block_idle_before_evict_seconds"),
+    ".001 .002 .005 .01 .02 .05 .1 .2 .5 1 2 5 10 20 30 60 120 300 600 1200 1800",
+)
+LABELLED = {
+    "vllm:prompt_tokens_by_source_total": (
+        "source",
+        ("local_compute", "local_cache_hit", "external_kv_transfer"),
+    ),
+    "vllm:prompt_tokens_cached_by_source_total": (
+        "source",
+        ("device", "host", "p2p", "disk", "external_unspecified"),
+    ),
+    "octavo:prefix_cache_hit_tokens_total": ("source", ("device", "host", "inside_block")),
+    "octavo:preemptions_total": ("kind", ("recompute", "swap")),
+    "octavo:kv_blocks_swapped_total": ("direction", ("out", "in")),
+    "octavo:kv_swapped_bytes_total": ("direction", ("out", "in")),
+}
 GAUGES = {
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
     *("octavo:kv_blocks_total", "octavo:kv_blocks_used", "octavo:kv_blocks_free"),
-    *("octavo:kv_slots_used", "octavo:kv_waste_ratio"),
+    *("octavo:kv_slots_used", "octavo:kv_waste_ratio", "octavo:kv_blocks_cached"),
+    *("octavo:kv_blocks_shared", "octavo:kv_blocks_saved_by_sharing"),
+    *("octavo:kv_host_blocks_total", "octavo:kv_host_blocks_used"),
 }
 COUNTERS = {
     *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_preemptions_total"),
     *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
     *("vllm:prompt_tokens_cached_total", "vllm:corrupted_requests_total"),
     *("octavo:kv_slot_steps_allocated_total", "octavo:kv_slot_steps_used_total"),
-    "octavo:copy_on_write_total",
+    *("octavo:copy_on_write_total", "octavo:prefix_cache_evictions_total"),
     *("octavo:steps_total", "octavo:step_tokens_total", "octavo:engine_busy_seconds_total"),
 }
 
@@ -97,8 +117,9 @@ def test_names_labels_and_buckets(metrics: Metrics) -> None:
         assert seen.value(f"{name}_count") == 0
     for reason in ("stop", "length", "abort", "error", "repetition"):
         assert seen.value("vllm:request_success_total", finished_reason=reason) == 0
-    for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
-        assert seen.value("vllm:prompt_tokens_by_source_total", source=source) == 0
+    for name, (label, values) in LABELLED.items():
+        for value in values:
+            assert seen.value(name, **{label: value}) == 0
     for reason in ("capacity", "deferred"):
         assert seen.value("vllm:num_requests_waiting_by_reason", reason=reason) == 0
 
@@ -107,6 +128,7 @@ def test_rendering_is_that_of_the_client_library(engine: FakeEngine) -> None:
     metrics = Metrics(engine, 'a "quoted\\" name\n')
     metrics.http.observe("/v1/models", "GET", 200, 0.25)
     metrics.record_first_token(float("inf"))
+    metrics.record_stats(EngineStats(block_lifetimes=HistogramCounts((1,) * 22, 7.5)))
     for _ in range(2):
         ours = metrics.render().splitlines()
         theirs = generate_latest(metrics.registry).splitlines()
@@ -128,8 +150,9 @@ def test_cache_config_info(metrics: Metrics) -> None:
     assert sample.labels == {
         "block_size": "16",
         "num_gpu_blocks": "10",
+        "num_cpu_blocks": "0",
         "cache_dtype": "float32",
-        "enable_prefix_caching": "False",
+        "enable_prefix_caching": "True",
         "kv_cache_size_tokens": "160",
         "kv_cache_max_concurrency": "2.50",
         "engine": "0",
@@ -173,6 +196,78 @@ def test_counters_never_fall(metrics: Metrics) -> None:
     seen = scrape(metrics)
     assert seen.value("vllm:generation_tokens_total") == 18
     assert seen.value("octavo:engine_busy_seconds_total") == 2.5
+
+
+def test_gauges_of_sharing_and_of_the_host_tier(metrics: Metrics) -> None:
+    metrics.record_stats(
+        EngineStats(
+            num_cached_blocks=5, num_shared_blocks=2, num_saved_blocks=3, num_host_blocks=8,
+            num_used_host_blocks=4,
+        )
+    )  # fmt: skip
+    seen = scrape(metrics)
+    assert seen.value("octavo:kv_blocks_cached") == 5
+    assert seen.value("octavo:kv_blocks_shared") == 2
+    assert seen.value("octavo:kv_blocks_saved_by_sharing") == 3
+    assert seen.value("octavo:kv_host_blocks_total") == 8
+    assert seen.value("octavo:kv_host_blocks_used") == 4
+
+
+def test_hits_preemptions_and_swaps_are_told_apart(metrics: Metrics) -> None:
+    metrics.record_stats(
+        EngineStats(
+            num_prompt_tokens=100, prefix_cache_queries=100, prefix_cache_hits=60,
+            prefix_cache_host_hits=16, prefix_cache_inside_block_hits=12, num_preemptions=5,
+            num_preemptions_by_swap=2, num_blocks_swapped_out=7, num_blocks_swapped_in=6,
+            swapped_out_bytes=700, swapped_in_bytes=600, num_evictions=9,
+        )
+    )  # fmt: skip
+    seen = scrape(metrics)
+    by_source = "vllm:prompt_tokens_by_source_total"
+    assert seen.value(by_source, source="local_compute") == 40
+    assert seen.value(by_source, source="local_cache_hit") == 60
+    cached = "vllm:prompt_tokens_cached_by_source_total"
+    assert seen.value(cached, source="device") == 44
+    assert seen.value(cached, source="host") == 16
+    assert seen.value("vllm:prompt_tokens_cached_total") == 60
+    hits = "octavo:prefix_cache_hit_tokens_total"
+    assert [seen.value(hits, source=s) for s in ("device", "host", "inside_block")] == [32, 16, 12]
+    assert seen.value("octavo:preemptions_total", kind="recompute") == 3
+    assert seen.value("octavo:preemptions_total", kind="swap") == 2
+    assert seen.value("vllm:num_preemptions_total") == 5
+    assert seen.value("octavo:kv_blocks_swapped_total", direction="out") == 7
+    assert seen.value("octavo:kv_blocks_swapped_total", direction="in") == 6
+    assert seen.value("octavo:kv_swapped_bytes_total", direction="out") == 700
+    assert seen.value("octavo:kv_swapped_bytes_total", direction="in") == 600
+    assert seen.value("octavo:prefix_cache_evictions_total") == 9
+
+
+def test_a_difference_that_dips_neither_falls_nor_counts_twice(metrics: Metrics) -> None:
+    """Hits are counted when a request is admitted, prompt tokens when they are computed."""
+    metrics.record_stats(EngineStats(num_prompt_tokens=0, prefix_cache_hits=32))
+    metrics.record_stats(EngineStats(num_prompt_tokens=40, prefix_cache_hits=32))
+    seen = scrape(metrics)
+    assert seen.value("vllm:prompt_tokens_by_source_total", source="local_compute") == 8
+    assert seen.value("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
+
+
+def test_block_times_add_up_over_engine_lives(metrics: Metrics) -> None:
+    def record(epoch: int, first: int, last: int, total_s: float) -> None:
+        counts = HistogramCounts((first, *[0] * 20, last), total_s)
+        metrics.record_stats(EngineStats(epoch=epoch, block_lifetimes=counts))
+
+    record(0, 1, 2, 4000.0)
+    record(0, 3, 2, 4000.5)
+    record(1, 1, 0, 0.5)
+    record(1, 1, 1, 2000.5)
+    seen = scrape(metrics)
+    name = "vllm:kv_block_lifetime_seconds"
+    assert seen.value(f"{name}_bucket", le="0.001") == 4
+    assert seen.value(f"{name}_bucket", le="1800.0") == 4
+    assert seen.value(f"{name}_bucket", le="+Inf") == 7
+    assert seen.value(f"{name}_count") == 7
+    assert seen.value(f"{name}_sum") == 6001
+    assert seen.value("vllm:kv_block_idle_before_evict_seconds_count") == 0
 
 
 def test_counting_rule(metrics: Metrics) -> None:

@@ -1,6 +1,8 @@
 """An engine process without a model: the real loop, scheduler and memory over a canned executor.
 
-Usage: fake_engine.py MODE. Each token is the previous one plus one, modulo 256. MODE is a comma list of
+Usage: fake_engine.py MODE. Each token is the previous one plus one, modulo 256. Where log-probabilities are
+asked for, a token has minus (seed % 8 + 1), the seed being its sequence's own. A beam's candidates are the
+next tokens in order, with -1, -2, ... MODE is a comma list of
 ``slow`` (20 ms a step), ``crash`` (exit in the fifth step), ``raise`` (an error in the fifth step),
 ``unloadable`` (a ConfigError while loading), ``stuck`` (never ready).
 """
@@ -20,7 +22,7 @@ from octavo.engine.scheduling.limits import SchedulerLimits
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.service.core import EngineCore
 from octavo.engine.service.process import run
-from octavo.engine.step import RowResult, StepPlan, StepResult
+from octavo.engine.step import RowResult, SampleLogprobs, ScheduledRow, StepPlan, StepResult
 
 MODES = set(sys.argv[1].split(",")) if len(sys.argv) > 1 else set()
 EOS = 256
@@ -29,6 +31,7 @@ EOS = 256
 class Executor:
     def __init__(self) -> None:
         self.last: dict[int, int] = {}
+        self.seeds: dict[int, int] = {}  # of sequences whose log-probabilities are asked for
         self.num_steps = 0
 
     def submit(self, plan: StepPlan) -> Executor:
@@ -39,15 +42,31 @@ class Executor:
             os._exit(7)
         if "raise" in MODES and self.num_steps == 5:
             raise RuntimeError("the kernel broke")
+        for fork in plan.forks:
+            self.last[fork.child_seq_id] = self.last[fork.parent_seq_id]
+            if fork.parent_seq_id in self.seeds:
+                self.seeds[fork.child_seq_id] = fork.seed
         for new in plan.new_rows:
             self.last[new.seq_id] = [*new.prompt_token_ids, *new.output_token_ids][-1]
-        rows = []
-        for row in plan.rows:
-            if row.num_samples:
-                self.last[row.seq_id] = (self.last[row.seq_id] + 1) % 256
-                rows.append(RowResult(row.seq_id, (self.last[row.seq_id],)))
+            if new.sampling.needs_logprobs:
+                self.seeds[new.seq_id] = new.seed
+        rows = [self.compute(row) for row in plan.rows if row.num_samples or row.num_candidates]
         self.pending = StepResult(plan.step_id, tuple(rows))
         return self
+
+    def compute(self, row: ScheduledRow) -> RowResult:
+        if row.appended_token_ids:
+            self.last[row.seq_id] = row.appended_token_ids[-1]
+        following = (self.last[row.seq_id] + 1) % 256
+        if row.num_candidates:
+            candidates = [((following + i) % 256, -1.0 - i) for i in range(row.num_candidates)]
+            return RowResult(row.seq_id, (), candidates=tuple(candidates))
+        self.last[row.seq_id] = following
+        seed, logprobs = self.seeds.get(row.seq_id), None
+        if seed is not None:
+            seeds = range(seed, seed + row.num_samples)
+            logprobs = [SampleLogprobs(-1.0 - seed % 8, 1, ()) for seed in seeds]
+        return RowResult(row.seq_id, (following,) * row.num_samples, logprobs)
 
     def result(self) -> StepResult:
         return self.pending

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +215,10 @@ def test_stop_string_ends_the_request_in_the_engine_too(tiny_model: Path) -> Non
         (TokensPrompt([1]), {"logit_bias": {259: 1.0}}, "logit_bias"),
         (TokensPrompt([1]), {"n": 9}, "n"),
         (TokensPrompt([1]), {"n": 8, "max_tokens": 400}, "max_tokens"),
-        (TokensPrompt([1]), {"best_of": 2}, "best_of"),
+        (TokensPrompt([1]), {"n": 2, "best_of": 9}, "best_of"),
+        (TokensPrompt([1]), {"n": 9, "use_beam_search": True}, "n"),
+        (TokensPrompt([1]), {"n": 7, "max_tokens": 142, "use_beam_search": True}, "max_tokens"),
         (TokensPrompt([1]), {"logprobs": 1}, "logprobs"),
-        (TokensPrompt([1]), {"use_beam_search": True}, "use_beam_search"),
     ],
 )
 def test_wrong_requests_are_refused_by_name_and_cost_nothing(
@@ -248,6 +250,200 @@ def test_what_cannot_fit_the_pool_is_refused_with_numbers(tiny_model: Path) -> N
             ids, _, last = await collect(stream)
             assert len(ids) == 14
             assert last.finish_reason is FinishReason.LENGTH
+
+    play(scene)
+
+
+def test_the_pool_rule_leaves_a_beam_one_block_more(tiny_model: Path) -> None:
+    """32 prompt tokens, 2 sequences: 2 blocks shared, and with 8 in all (8 - 2) // 2 for each to grow into."""
+
+    async def scene() -> None:
+        async with running(tiny_model, num_gpu_blocks_override=8) as client:
+            await until(lambda: is_ready(client))
+            admission = client._door()
+            for is_beam, num_fitting in ((False, 48), (True, 32)):
+                params = {"n": 2, "use_beam_search": is_beam}
+                asked = admission.admit(request("a", [1] * 32, num_fitting, **params))
+                assert asked.new.sampling.max_tokens == num_fitting
+                clamped = admission.admit(request("a", [1] * 32, None, **params))
+                assert clamped.new.sampling.max_tokens == num_fitting
+                with pytest.raises(InvalidRequestError, match="KV blocks") as refusal:
+                    admission.admit(request("a", [1] * 32, num_fitting + 1, **params))
+                assert refusal.value.param == "max_tokens"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 129, "a@b", "a/b", "a\\b", "a\0b", "\ud800"])
+def test_a_salt_that_cannot_be_is_refused(tiny_model: Path, salt: str) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            admission = client._door()
+            good = replace(request("a", [1]), cache_salt="x" * 128)
+            assert admission.admit(good).new.cache_salt == "x" * 128
+            with pytest.raises(InvalidRequestError) as refusal:
+                admission.admit(replace(good, cache_salt=salt))
+            assert refusal.value.param == "cache_salt"
+
+    play(scene)
+
+
+def test_best_of_gives_the_best_at_the_end_and_counts_all(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            asked = request("a", [64], 5, n=2, best_of=4, seed=2, ignore_eos=True)
+            (stream,) = await client.submit([asked])
+            (output,) = [output async for output in stream]
+            assert [o.cumulative_logprob for o in output.outputs] == [-15.0, -20.0]
+            assert [o.index for o in output.outputs] == [0, 1]
+            assert [o.token_ids for o in output.outputs] == [[65, 66, 67, 68, 69]] * 2
+            assert output.num_discarded_tokens == 10
+            assert [record.num_generation_tokens for record in sink.records] == [20]
+
+    play(scene)
+
+
+def test_beams_arrive_at_the_end_and_leave_nothing(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            (stream,) = await client.submit([request("a", [64], 3, n=2, use_beam_search=True)])
+            (output,) = [output async for output in stream]
+            assert [o.cumulative_logprob for o in output.outputs] == [-3.0, -4.0]
+            assert output.outputs[0].token_ids == [65, 66, 67]
+            assert [o.finish_reason for o in output.outputs] == [FinishReason.LENGTH] * 2
+            await until(lambda: sink.last is not None and sink.last.num_used_blocks == 0, 1.0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("params", [{"best_of": 4}, {"use_beam_search": True}])
+def test_aborting_ranked_choices_half_way_ends_each_of_them(
+    tiny_model: Path, params: dict[str, Any]
+) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            (stream,) = await client.submit([request("a", [1], 100, n=2, seed=0, **params)])
+            await until(lambda: sink.last is not None and sink.last.num_steps > 3)
+            stream.abort()
+            (output,) = [output async for output in stream]
+            assert [o.finish_reason for o in output.outputs] == [FinishReason.ABORT] * 2
+            await until(lambda: sink.last is not None and sink.last.num_used_blocks == 0, 1.0)
+
+    play(scene)
+
+
+def test_a_stop_string_of_one_choice_ends_that_choice_only(tiny_model: Path) -> None:
+    """All children draw the same tokens, so each ends by the string; none waits for another."""
+
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as client:
+            sink = Sink()
+            client.set_stats_sink(sink)
+            await until(lambda: is_ready(client))
+            first = client._door().tokenizer.encode("A")[0]
+            asked = request("a", [first], 200, n=1, best_of=3, seed=0, stop=("EFG",))
+            (stream,) = await client.submit([asked])
+            (output,) = [output async for output in stream]
+            (best,) = output.outputs
+            assert (best.text, best.stop_reason) == ("BCD", "EFG")
+            assert best.cumulative_logprob == -len(best.token_ids)
+            await until(lambda: sink.last is not None and sink.last.num_used_blocks == 0, 1.0)
+
+    play(scene)
+
+
+def test_the_memory_is_shown_between_steps(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow", num_gpu_blocks_override=32) as client:
+            await until(lambda: is_ready(client))
+            empty = await client.kv_snapshot()
+            assert (empty.num_blocks, empty.block_size, empty.sequences) == (32, 16, ())
+            assert [block.id for block in empty.blocks] == list(range(32))
+            (stream,) = await client.submit([request("a", list(range(40)), 200)])
+            await stream.__anext__()
+            snapshots = await asyncio.gather(*(client.kv_snapshot() for _ in range(100)))
+            for snapshot in snapshots:
+                (sequence,) = snapshot.sequences
+                assert (sequence.request_id, sequence.status) == ("a", "running")
+                assert len(sequence.block_table) == -(-sequence.num_tokens // 16)
+                for block_id in sequence.block_table:
+                    assert snapshot.blocks[block_id].seq_ids == (sequence.seq_id,)
+                    assert snapshot.blocks[block_id].ref_count == 1
+            stream.abort()
+
+    play(scene)
+
+
+def test_a_reset_forgets_what_was_cached(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+
+            async def num_cached() -> int:
+                (stream,) = await client.submit([request("a", list(range(40)))])
+                return [output.num_cached_tokens async for output in stream][-1]
+
+            assert await num_cached() == 0
+            assert await num_cached() > 0
+            await client.reset_prefix_cache()
+            assert not any(block.is_cached for block in (await client.kv_snapshot()).blocks)
+            assert await num_cached() == 0
+
+    play(scene)
+
+
+def test_questions_need_a_ready_engine(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "stuck") as client:
+            for ask in (client.kv_snapshot, client.reset_prefix_cache):
+                with pytest.raises(EngineNotReadyError):
+                    await ask()
+
+    play(scene)
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_no_question_waits_for_an_engine_that_ends(tiny_model: Path, how: str) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            psutil.Process(client._process.pid).suspend()  # it will not answer
+            asks = (client.kv_snapshot, client.reset_prefix_cache)
+            waiting = [asyncio.ensure_future(ask()) for ask in asks]
+            await asyncio.sleep(0.05)
+            assert not any(task.done() for task in waiting)
+            if how == "killed":
+                client._process.kill()
+            else:
+                await client.close()
+            for task in waiting:
+                with pytest.raises(EngineDeadError):
+                    await task
+            assert client._questions == {}
+
+    play(scene)
+
+
+def test_an_answer_that_nobody_waits_for_is_dropped(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            task = asyncio.ensure_future(client.kv_snapshot())
+            await asyncio.sleep(0)
+            task.cancel()
+            await client.kv_snapshot()
+            client.check_alive()
+            assert client._questions == {}
 
     play(scene)
 

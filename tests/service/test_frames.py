@@ -5,14 +5,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine.api import EngineInfo, FinishReason, ResumedSequence, SamplingParams
+from octavo.engine.api import (
+    EngineInfo,
+    FinishReason,
+    KVBlock,
+    KVSequence,
+    KVSnapshot,
+    ResumedSequence,
+    SamplingParams,
+)
 from octavo.engine.scheduling.request import NewRequest, SequenceUpdate
 from octavo.engine.service.frames import (
     Abort,
     Add,
+    Answer,
     Failed,
     Hello,
+    KVSnapshotRequest,
     Loading,
+    ResetPrefixCache,
     Snapshot,
     Step,
     decode_from_engine,
@@ -23,7 +34,7 @@ from octavo.engine.service.frames import (
     to_wire,
     unpack_ids,
 )
-from octavo.engine.stats import EngineStats
+from octavo.engine.stats import EngineStats, HistogramCounts
 from octavo.engine.step import SampleLogprobs
 
 INFO = EngineInfo(
@@ -43,6 +54,8 @@ INFO = EngineInfo(
     2,
     5,
     0.5,
+    3,
+    False,
     {"top_p": 0.9},
 )
 
@@ -74,8 +87,10 @@ def test_request_crosses_whole() -> None:
     assert from_wire(frame.requests[0]) == new
 
 
-def test_an_abort_crosses() -> None:
-    frame = Abort(("a", "b"))
+@pytest.mark.parametrize(
+    "frame", [Abort(("a", "b"), (("c", 1),)), KVSnapshotRequest(3), ResetPrefixCache(2**40)]
+)
+def test_orders_and_questions_cross(frame: Abort | KVSnapshotRequest | ResetPrefixCache) -> None:
     assert decode_to_engine(encode(frame)) == frame
 
 
@@ -86,9 +101,20 @@ def test_an_abort_crosses() -> None:
         Hello(INFO),
         Failed("why"),
         Snapshot(EngineStats(num_running=3)),
+        Snapshot(EngineStats(block_lifetimes=HistogramCounts((1,) * 22, 0.5))),
+        Answer(7),
+        Answer(
+            8,
+            KVSnapshot(
+                4,
+                16,
+                (KVBlock(0, 2, 16, True, (1, 2)),),
+                (KVSequence("r", 1, "running", 16, (0,)),),
+            ),
+        ),
         Step(
             [
-                SequenceUpdate("r", 0, (5,)),
+                SequenceUpdate("r", 0, (5,), num_cached_tokens=32, cumulative_logprob=-1.5),
                 SequenceUpdate(
                     "s",
                     1,
@@ -105,7 +131,7 @@ def test_an_abort_crosses() -> None:
         ),
     ],
 )
-def test_reports_cross(frame: Loading | Hello | Failed | Snapshot | Step) -> None:
+def test_reports_cross(frame: Loading | Hello | Failed | Snapshot | Step | Answer) -> None:
     assert decode_from_engine(encode(frame)) == frame
 
 
