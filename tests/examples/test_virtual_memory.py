@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,9 @@ import pytest
 
 from octavo.engine.api import KVBlock, KVSequence, KVSnapshot
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "virtual_memory.py"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "virtual_memory.py"
+PAGE = ROOT / "docs" / "virtual-memory.md"
 HEADING = re.compile(r"^(\d)\. (.+)\n=+$", re.MULTILINE)
 
 
@@ -141,7 +144,7 @@ def test_one_sequence_is_scattered_and_its_position_is_translated(sections: dict
     table = [int(physical) for _, physical, _ in rows]
     assert [int(logical) for logical, _, _ in rows] == list(range(len(rows)))
     assert table == _numbers(_find(r"joins the two: \[([\d, \n]+)\]", sections[1])[1])
-    assert sum(b != a + 1 for a, b in zip(table, table[1:], strict=False)) >= 2
+    assert sum(b != a + 1 for a, b in pairwise(table)) >= 2
     for logical, physical in enumerate(table):
         assert _grid(sections[1])[physical] == f"C{logical}"
     slot = _find(r"slot (\d+) \* 16 \+ (\d+) = (\d+)", sections[1])
@@ -222,3 +225,19 @@ def test_freed_blocks_are_hit_and_later_evicted(sections: dict[int, str]) -> Non
     assert len(_numbers(evicted[2])) == int(evicted[1]) > 0
     assert 0 < int(again) < int(hit)
     assert not set(_numbers(mine[1])) & set(_numbers(evicted[2]))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_page_shows_what_the_example_prints(output: str) -> None:
+    """Lines with the model's text may differ between machines, and so may what beams share."""
+    shown = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    lines = [
+        line
+        for block in shown
+        if "beam x" not in block
+        for line in block.splitlines()
+        if line.strip() and '"' not in line
+    ]
+    assert len(lines) > 30
+    assert [line for line in lines if line not in output.splitlines()] == []
