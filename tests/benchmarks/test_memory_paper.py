@@ -33,7 +33,7 @@ def reservations(paper: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def found(paper: Any) -> Any:
-    return paper.measure(paper.Sizes(80, 300, 6, 30, 250), num_slots=4096)
+    return paper.measure(paper.Sizes(80, 300, 6, 30, 40, 250), num_slots=4096)
 
 
 def test_a_stream_has_the_papers_means_and_fits_the_model(paper: Any) -> None:
@@ -123,7 +123,7 @@ def test_sharing_is_what_the_parents_say(paper: Any) -> None:
 
 
 def test_paging_wastes_what_half_a_block_is(found: Any) -> None:
-    sharegpt, _, alpaca, _, alpaca_8, alpaca_4 = found["paged"]
+    sharegpt, alpaca, alpaca_8, alpaca_4 = found["paged"]
     assert sharegpt["tokens"] > 96.3
     assert alpaca["tokens"] < alpaca_8["tokens"] < alpaca_4["tokens"]
     for row in found["paged"]:
@@ -141,6 +141,14 @@ def test_paging_beats_every_reservation(found: Any) -> None:
             assert row["tokens"] < ours["tokens"] / 2
             parts = row["tokens"] + row["for later"] + row["never used"] + row["outside"]
             assert parts == pytest.approx(100, abs=0.3)
+
+
+def test_a_higher_watermark_preempts_less(found: Any) -> None:
+    default, cached, *higher = found["admission"]
+    preempted = [row["preemptions a request"] for row in (default, *higher)]
+    assert preempted == sorted(preempted, reverse=True)
+    assert preempted[0] > preempted[-1]
+    assert cached["computed again, %"] < default["computed again, %"]
 
 
 def test_sharing_grows_with_the_width_and_is_most_for_beams(found: Any) -> None:

@@ -14,7 +14,7 @@ from octavo import __version__
 from octavo.engine.config import all_options, default_text, flag_of
 
 PATH_IN_TEXT = re.compile(
-    r"`((?:server|engine|kernels|configs|tests|docs|benchmarks|deploy)/[\w./-]*)`"
+    r"`((?:server|engine|kernels|configs|tests|docs|benchmarks|deploy|examples)/[\w./-]*)`"
 )
 OPTIONS = [option_field for _, option_field in all_options()]
 
