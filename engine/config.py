@@ -242,7 +242,7 @@ class SchedulerConfig(_Checked):
         default_text="128, or --max-num-batched-tokens if that is less",
     )
     watermark: float = option(
-        0.01,
+        0.05,
         "Share of the KV blocks that stays free when a request is admitted.",
         kind="float",
         least=0.0,

@@ -25,7 +25,11 @@ def private_root_hash(name: str) -> bytes:
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of a block that holds ``token_ids`` after the block named ``parent``."""
-    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
+    return _hash(parent, array("I", token_ids).tobytes())
+
+
+def _hash(parent: bytes, packed: bytes) -> bytes:
+    return hashlib.sha256(parent + packed).digest()
 
 
 class HashChain:
@@ -49,10 +53,14 @@ class HashChain:
     def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
         """The name of full block ``index`` of a sequence of ``token_ids``."""
         hashes = self.hashes
-        while len(hashes) <= index:
-            first = len(hashes) * block_size
-            parent = hashes[-1] if hashes else self.root
-            hashes.append(hash_block(parent, token_ids[first : first + block_size]))
+        if len(hashes) <= index:
+            first, last = len(hashes) * block_size, (index + 1) * block_size
+            packed = array("I", token_ids[first:last]).tobytes()
+            size = len(packed) // (index + 1 - len(hashes))
+            parent = self.parent_of(len(hashes))
+            for begin in range(0, len(packed), size):
+                parent = _hash(parent, packed[begin : begin + size])
+                hashes.append(parent)
         return hashes[index]
 
     def fork(self, num_blocks: int) -> HashChain:

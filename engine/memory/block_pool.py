@@ -58,6 +58,11 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take free blocks, each with one reference; ``None`` if there are not that many."""
         free = self._free
+        if num_blocks == 1 and free:  # a sequence that grows, by far the most frequent
+            block_id = free.popleft()
+            self.ref_counts[block_id] = 1
+            self.num_references += 1
+            return [block_id]
         if num_blocks <= len(free):
             block_ids = [free.popleft() for _ in range(num_blocks)]
         elif num_blocks <= self.num_free_blocks:

@@ -295,6 +295,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or start // size == end // size:
             return
         (table,) = blocks.tables
+        blocks.chain.hash_of(end // size - 1, token_ids, size)  # all at once
         for index in range(start // size, end // size):
             self.cache.register(table[index], blocks.chain, index, token_ids, in_flight=True)
 

@@ -7,6 +7,7 @@ a local socket (see ``frames``).
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -118,6 +119,8 @@ def _serve(socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore) -> 
         core, info = build_core(
             launch.config, launch.epoch, lambda stage, fraction: send(Loading(stage, fraction))
         )
+        gc.collect()
+        gc.freeze()  # what the model and its libraries made stays; no collection has to visit it
         send(Hello(info))
         return _loop(socket, core, send)
     except ConfigError as error:
