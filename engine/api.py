@@ -22,6 +22,8 @@ MAX_N = 16384
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BEAM_STOP_TOKEN_IDS = 64
+"""Each beam looks at that many tokens more, in every step."""
 MAX_LOGIT_BIAS = 1024
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token."""
@@ -203,7 +205,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", checked or None)
 
     def _check_beams(self) -> None:
-        _check_finite("length_penalty", self.length_penalty)
+        _check_range("length_penalty", self.length_penalty, -50.0, 50.0)
         got = self.early_stopping
         if not isinstance(got, bool) and got != "never":
             _refuse(
@@ -213,6 +215,9 @@ class SamplingParams:
             return
         if self.stop:
             _refuse("stop", "stop strings cannot end a beam; use stop_token_ids.")
+        if len(self.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
+            limit = MAX_BEAM_STOP_TOKEN_IDS
+            _refuse("stop_token_ids", f"stop_token_ids must hold at most {limit} ids with beams.")
         for name, neutral in (
             ("temperature", (0.0, 1.0)),
             ("top_p", (1.0,)),

@@ -26,7 +26,7 @@ from .build import build_core, find_checkpoint
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError
 from .service.admission import Admission
-from .service.beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
+from .service.beam_params import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .service.output import RequestState, merge
 from .stats import EngineStats
 from .text.chat_template import load_chat_template

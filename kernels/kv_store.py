@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,17 +46,17 @@ def allocate_kv_cache(spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
     """``[num_blocks, block_size, num_kv_heads, head_dim]`` zeros, for keys and for values."""
     shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
     if device.type == "cpu":
-        return LayerKVCache(_untouched_zeros(shape, spec), _untouched_zeros(shape, spec))
+        return LayerKVCache(untouched_zeros(shape, spec.dtype), untouched_zeros(shape, spec.dtype))
     return LayerKVCache(
         torch.zeros(shape, dtype=spec.dtype, device=device),
         torch.zeros(shape, dtype=spec.dtype, device=device),
     )
 
 
-def _untouched_zeros(shape: tuple[int, ...], spec: KVCacheSpec) -> Tensor:
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose pages the kernel provides on first use; ``torch.zeros`` would write them all."""
-    memory = mmap.mmap(-1, spec.num_blocks * spec.block_bytes // 2)
-    return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def move_blocks(source: Tensor, target: Tensor, src: Tensor, dst: Tensor) -> None:

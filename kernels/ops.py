@@ -8,7 +8,7 @@ contiguous memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +62,10 @@ class AttentionMetadata:
     num_decode_rows: int = 0  # the first rows with one query token each
 
 
+Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
+"""Token ids and positions ``[num_tokens] int64``, metadata → hidden states ``[num_tokens, hidden_size]``."""
+
+
 class SamplingTensors(NamedTuple):
     """Per-row sampling parameters for one call of :meth:`Ops.sample`. All ``[num_rows]``."""
 
@@ -99,6 +103,16 @@ class Ops(Protocol):
         up to 1/16, and near ties between tokens become exact ones.
         """
 
+    def pack_vector(self, vector: Tensor) -> Tensor:
+        """Prepare a norm's weight ``[size]``, once."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows ``token_ids [num_tokens] int64`` of ``table [vocab_size, hidden_size]``.
+
+        This op decides the type of the activations: the table's, or float32 where the op set computes
+        everything in float32.
+        """
+
     # --- elementwise ---------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension, in float32 (Zhang & Sennrich, 2019)."""
@@ -117,7 +131,7 @@ class Ops(Protocol):
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rotate in halves (NeoX layout; Su et al., RoFormer, 2021).
+        """Rotate in halves (NeoX layout; Su et al., RoFormer, 2021). ``q`` and ``k`` may be overwritten.
 
         Args:
             q: ``[num_tokens, num_q_heads, head_dim]``.
@@ -180,6 +194,12 @@ class Ops(Protocol):
             dst_caches: one per layer, with blocks of the same shape and dtype.
             src: ``[n]`` int64 on the CPU.
             dst: ``[n]`` int64 on the CPU, no id twice.
+        """
+
+    def record_step(self, forward: Forward) -> Forward:
+        """A forward pass that may be recorded once and replayed: its ops must depend on nothing but the
+        arguments. The result may be overwritten by the next call. A set that does not record gives
+        ``forward`` back.
         """
 
     # --- logits --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .kv_store import allocate_kv_cache
-from .ops import AttentionMetadata, KVCacheSpec, LayerKVCache, SamplingTensors
+from .ops import AttentionMetadata, Forward, KVCacheSpec, LayerKVCache, SamplingTensors
 from .philox import philox_uniform
 
 
@@ -42,6 +42,12 @@ class ReferenceOps:
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return functional.linear(x.float(), packed.float())
+
+    def pack_vector(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return table[token_ids]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -123,6 +129,9 @@ class ReferenceOps:
             for source, target in zip(src.tolist(), dst.tolist(), strict=True):
                 target_cache.key[target] = source_cache.key[source]
                 target_cache.value[target] = source_cache.value[source]
+
+    def record_step(self, forward: Forward) -> Forward:
+        return forward
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         uniforms = philox_uniform(params.seed, params.position)

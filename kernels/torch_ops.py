@@ -15,7 +15,7 @@ from torch.nn import functional
 from . import torch_linear, torch_sampling
 from .attention_plan import AttentionGroup, plan_attention
 from .kv_store import StorePlan, allocate_kv_cache, move_blocks, plan_store
-from .ops import AttentionMetadata, KVCacheSpec, LayerKVCache, SamplingTensors
+from .ops import AttentionMetadata, Forward, KVCacheSpec, LayerKVCache, SamplingTensors
 from .torch_attention import attend_group
 
 Value = TypeVar("Value")
@@ -65,6 +65,12 @@ class TorchOps:
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
+
+    def pack_vector(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return table[token_ids]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps).to(x.dtype)
@@ -150,6 +156,9 @@ class TorchOps:
         for source_cache, target_cache in zip(src_caches, dst_caches, strict=True):
             for source, target in zip(source_cache, target_cache, strict=True):
                 move_blocks(source, target, src, dst)
+
+    def record_step(self, forward: Forward) -> Forward:
+        return forward
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         return torch_sampling.sample(logits, params)

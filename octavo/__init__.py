@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .engine.api import CompletionOutput, FinishReason, RequestOutput, SamplingParams
     from .engine.llm import LLM
-    from .engine.service.beam_search import (
+    from .engine.service.beam_params import (
         BeamSearchOutput,
         BeamSearchParams,
         BeamSearchSequence,
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "octavo.engine.llm",
     "SamplingParams": "octavo.engine.api",
-    "BeamSearchParams": "octavo.engine.service.beam_search",
-    "BeamSearchOutput": "octavo.engine.service.beam_search",
-    "BeamSearchSequence": "octavo.engine.service.beam_search",
+    "BeamSearchParams": "octavo.engine.service.beam_params",
+    "BeamSearchOutput": "octavo.engine.service.beam_params",
+    "BeamSearchSequence": "octavo.engine.service.beam_params",
     "RequestOutput": "octavo.engine.api",
     "CompletionOutput": "octavo.engine.api",
     "FinishReason": "octavo.engine.api",

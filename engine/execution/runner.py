@@ -50,6 +50,11 @@ class ModelRunner:
         if num_host_blocks:
             host_spec = model.kv_cache_spec(num_host_blocks, block_size)
             self._host_tier = HostTier(ops, host_spec, self._kv_caches, device)
+        self._forward_step = ops.record_step(
+            lambda token_ids, positions, metadata: model.forward(
+                token_ids, positions, self._kv_caches, metadata
+            )
+        )
         self._table = RowTable(
             max_num_rows=max_num_seqs,
             max_model_len=max_model_len,
@@ -115,9 +120,7 @@ class ModelRunner:
     def _forward(self, rows: tuple[ScheduledRow, ...]) -> Tensor | None:
         """Compute all rows; logits ``[num_sampled_rows, vocab_size]`` float32, if any row wants."""
         inputs = build_inputs(rows, self._table, self._device)
-        hidden = self._model.forward(
-            inputs.token_ids, inputs.positions, self._kv_caches, inputs.metadata
-        )
+        hidden = self._forward_step(inputs.token_ids, inputs.positions, inputs.metadata)
         wanted = self._wanted_tokens(rows, inputs)
         return None if wanted is None else self._model.logits(hidden.index_select(0, wanted))
 

@@ -56,7 +56,7 @@ class HashChain:
         if len(hashes) <= index:
             first, last = len(hashes) * block_size, (index + 1) * block_size
             packed = array("I", token_ids[first:last]).tobytes()
-            size = len(packed) // (index + 1 - len(hashes))
+            size = 4 * block_size
             parent = self.parent_of(len(hashes))
             for begin in range(0, len(packed), size):
                 parent = _hash(parent, packed[begin : begin + size])

@@ -14,7 +14,7 @@ from .block_hash import HashChain, hash_block, root_hash
 from .block_pool import BlockPool, MemoryInvariantError
 from .block_table import SequenceBlocks
 from .block_times import BlockTimes
-from .host_tier import HostTier
+from .host_index import HostIndex
 from .prefix_cache import PrefixCache, PrefixMatch
 
 
@@ -71,7 +71,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.block_bytes = block_bytes
         self.times = BlockTimes(num_blocks)
-        self.cache = PrefixCache(self.pool, block_size, HostTier(num_host_blocks), self.times)
+        self.cache = PrefixCache(self.pool, block_size, HostIndex(num_host_blocks), self.times)
         self._copy_sources: dict[int, int] = {}  # by the target of a copy that is not executed yet
         self._sequences: dict[int, SequenceBlocks] = {}
 
@@ -192,10 +192,11 @@ class KVCacheManager:
             token_ids: of the sequence, to keep its half-full last block findable; ``None``: do not.
         """
         blocks = self._sequences.pop(seq_id)
-        if token_ids is not None and self.enable_prefix_caching:
-            self.publish_tail(blocks, token_ids)
         for table in blocks.tables:
             self.cache.forget_in_flight(table)
+        if token_ids is not None:
+            self.publish_tail(blocks, token_ids)
+        for table in blocks.tables:
             self.pool.release(table)
             self.times.released(table)
 
@@ -228,12 +229,27 @@ class KVCacheManager:
         Raises:
             MemoryInvariantError: there is no room, which admission must have seen.
         """
+        if not match.num_tokens:
+            return []
         (table,) = blocks.tables
+        copied = [] if match.copied_block_id is None else [match.copied_block_id]
+        fresh = iter(self._take_found(match, copied))
+        table.extend(b if b >= 0 else next(fresh) for b in match.device_block_ids)
+        table.extend(fresh)
+        blocks.num_slots = len(table) * self.block_size
+        blocks.num_tokens = match.num_tokens
+        self._fill_attached(blocks, match, token_ids)
+        return [self._copy(0, b, table[-1], match.num_inside_tokens) for b in copied]
+
+    def _take_found(self, match: PrefixMatch, copied: list[int]) -> list[int]:
+        """Refer to device blocks, and make room for what is elsewhere, which must not take what was found.
+
+        Returns:
+            Fresh blocks: for what comes from the host tier, in order, then for the copied one.
+        """
         host_ids = [*match.host_block_ids]
         if match.host_tail_id is not None:
             host_ids.append(match.host_tail_id)
-        copied = [] if match.copied_block_id is None else [match.copied_block_id]
-        # making room must not take what was found
         for block_id in match.device_block_ids:
             if block_id >= 0:
                 self.pool.reuse(block_id)
@@ -246,26 +262,22 @@ class KVCacheManager:
             raise MemoryInvariantError("a sequence was admitted without room for its prefix")
         for host_id, block_id in zip(host_ids, taken, strict=False):
             self.cache.copy_from_host(host_id, block_id)
-        self.cache.host.release(host_ids)
-        fresh = iter(taken)
-        table.extend(b if b >= 0 else next(fresh) for b in match.device_block_ids)
-        table.extend(fresh)
-        blocks.num_slots = len(table) * self.block_size
-        blocks.num_tokens = match.num_tokens
-        self._fill_attached(blocks, match, token_ids)
-        return [self._copy(0, b, table[-1], match.num_inside_tokens) for b in copied]
+        return taken
 
     def _fill_attached(
         self, blocks: SequenceBlocks, match: PrefixMatch, token_ids: Sequence[int]
     ) -> None:
-        """What came from the host tier is there before the step begins, and findable."""
+        """What came from the host tier is there before the step begins, and findable as it was."""
         (table,) = blocks.tables
+        host_ids = iter(match.host_block_ids)
         for index, block_id in enumerate(match.device_block_ids):
             if block_id < 0:
                 self.pool.fill(table[index], self.block_size)
                 self.cache.register(table[index], blocks.chain, index, token_ids, in_flight=False)
+        self.cache.host.release(host_ids)
         if match.host_tail_id is not None:
             self.pool.fill(table[-1], match.num_tokens % self.block_size)
+            self.cache.host.release([match.host_tail_id])
 
     def extend(self, blocks: SequenceBlocks, token_ids: Sequence[int]) -> None:
         """Let a sequence that forks anew take up what is still there of its own tokens.
@@ -313,6 +325,8 @@ class KVCacheManager:
         for table in blocks.tables:
             for block_id in table:
                 self.cache.forget(block_id)
+        for name in blocks.chain.hashes[: len(blocks.tables[0])]:
+            self.cache.host.make_private(name)
 
     def reset_prefix_cache(self) -> None:
         """Let nobody find anything that was computed so far. Call between steps."""
@@ -329,38 +343,50 @@ class KVCacheManager:
         return {block_id for block_id, count in references.items() if ref_counts[block_id] == count}
 
     def swap_out(
-        self, sequences: Sequence[tuple[SequenceBlocks, Sequence[int]]]
+        self, sequences: Sequence[tuple[SequenceBlocks, Sequence[int]]], own: set[int]
     ) -> list[int] | None:
-        """Copy what only these sequences hold to the host tier. Their tables stay as they are.
+        """Copy blocks of these sequences to the host tier. Their tables stay as they are.
 
         Args:
             sequences: block tables and token ids.
+            own: the blocks to copy, from :meth:`swappable_blocks`.
 
         Returns:
             The host blocks, held until :meth:`swap_done`; ``None``, and no change, without room.
         """
-        own = self.swappable_blocks(blocks for blocks, _ in sequences)
         contents: dict[bytes, int] = {}
+        private = set()
         for blocks, token_ids in sequences:
             for index in range(self.num_blocks_for(blocks.num_tokens)):
                 block_id = blocks.tables[0][index]
-                if block_id in own:
-                    name = self._name_of(blocks, index, token_ids)
-                    contents.setdefault(name, self._copy_sources.get(block_id, block_id))
+                if block_id not in own:
+                    continue
+                name = self._name_of(blocks, index, token_ids)
+                contents.setdefault(name, self._copy_sources.get(block_id, block_id))
+                is_full = (index + 1) * self.block_size <= blocks.num_tokens
+                if not (is_full and self.enable_prefix_caching):
+                    private.add(name)
+        held = self._hold_in_host(contents)
+        for name in private if held is not None else ():
+            self.cache.host.make_private(name)
+        return held
+
+    def _hold_in_host(self, contents: dict[bytes, int]) -> list[int] | None:
+        """Copy blocks to the host tier and hold them there; ``None``, and no change, without room."""
         host = self.cache.host
-        known = [host_id for name in contents if (host_id := host.find(name)) is not None]
-        for host_id in known:
+        known = [i for name in contents if (i := host.find(name, is_holder=True)) is not None]
+        for host_id in known:  # making room must not take these
             host.hold(host_id)
         if len(contents) - len(known) > host.num_available_blocks:
             host.release(known)
             return None
         held = []
         for name, block_id in contents.items():
-            host_id = self.cache.copy_to_host(name, block_id)
-            if host_id is None:
+            stored_id = self.cache.copy_to_host(name, block_id)
+            if stored_id is None:
                 raise MemoryInvariantError("the host tier has less room than it said")
-            host.hold(host_id)
-            held.append(host_id)
+            host.hold(stored_id)
+            held.append(stored_id)
         host.release(known)
         return held
 
@@ -376,10 +402,13 @@ class KVCacheManager:
 
     def swap_done(self, host_ids: Sequence[int], sequences: Iterable[SequenceBlocks] = ()) -> None:
         """What was swapped out is back in these block tables, or not wanted any more."""
-        self.cache.host.release(host_ids, keep=self.enable_prefix_caching)
-        if not self.enable_prefix_caching:
-            for blocks in sequences:
-                self.forget(blocks)
+        names = self.cache.host.private_names(host_ids)
+        self.cache.host.release(host_ids)
+        for table in (table for blocks in sequences for table in blocks.tables if names):
+            for block_id in table:
+                known = self.cache.index.get(block_id)
+                if known is not None and known.name in names:
+                    self.cache.forget(block_id)
 
     def take_swaps(self) -> tuple[BlockSwap, ...]:
         """Moves to execute before everything else in the next plan; from here on the plan's business."""

@@ -18,7 +18,7 @@ from ..step import BlockSwap
 from .block_hash import HashChain, hash_block
 from .block_pool import BlockPool, MemoryInvariantError
 from .block_times import BlockTimes
-from .host_tier import HostTier
+from .host_index import HostIndex
 from .prefix_index import MIN_INSIDE_TOKENS, IndexedBlock, PrefixIndex
 
 
@@ -54,7 +54,9 @@ class PrefixCache:
         times: notes evictions.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, host: HostTier, times: BlockTimes) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, host: HostIndex, times: BlockTimes
+    ) -> None:
         self.index = PrefixIndex()
         self.host = host
         self.num_evictions = 0
@@ -84,7 +86,7 @@ class PrefixCache:
             name = chain.hash_of(index, token_ids, size)
             block_id = self.index.find(name)
             if block_id is None:
-                host_id = self.host.find(name)
+                host_id = self.host.find(name, is_holder=num_swapped > 0)
                 if host_id is None:
                     break
                 host.append(host_id)
@@ -94,7 +96,8 @@ class PrefixCache:
         match = PrefixMatch(found, tuple(device), tuple(host), num_host_tokens=len(host) * size)
         if found < num_swapped < found + size:
             tail = token_ids[found:num_swapped]
-            tail_id = self.host.find(hash_block(chain.parent_of(len(device)), tail))
+            tail_name = hash_block(chain.parent_of(len(device)), tail)
+            tail_id = self.host.find(tail_name, is_holder=True)
             if tail_id is not None:
                 num_host = match.num_host_tokens + len(tail)
                 return match._replace(
@@ -176,7 +179,7 @@ class PrefixCache:
         self._in_flight.clear()
 
     def reset(self) -> None:
-        """Forget everything that no preempted request counts on."""
+        """Let nobody find anything, but preempted requests what they count on."""
         for block_id in range(self._pool.num_blocks):
             self.forget(block_id)
         self.host.clear()
@@ -185,7 +188,7 @@ class PrefixCache:
 
     def copy_to_host(self, name: bytes, device_block_id: int) -> int | None:
         """The host block with this content, copied there now if need be. ``None``: there is no room."""
-        host_id = self.host.find(name)
+        host_id = self.host.find(name, is_holder=True)
         if host_id is None:
             host_id = self.host.store(name)
             if host_id is not None:

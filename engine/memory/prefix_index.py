@@ -34,9 +34,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._blocks
-
     def get(self, block_id: int) -> IndexedBlock | None:
         return self._blocks.get(block_id)
 

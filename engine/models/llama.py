@@ -61,8 +61,8 @@ class LlamaLayer:
         self.out = fused_linear(weights, ops, f"{prefix}self_attn", "o_proj")
         self.gate_up = fused_linear(weights, ops, f"{prefix}mlp", "gate_proj", "up_proj")
         self.down = fused_linear(weights, ops, f"{prefix}mlp", "down_proj")
-        self.attention_norm = weights.read(f"{prefix}input_layernorm.weight")
-        self.mlp_norm = weights.read(f"{prefix}post_attention_layernorm.weight")
+        self.attention_norm = ops.pack_vector(weights.read(f"{prefix}input_layernorm.weight"))
+        self.mlp_norm = ops.pack_vector(weights.read(f"{prefix}post_attention_layernorm.weight"))
 
     def attention(
         self,
@@ -100,7 +100,7 @@ class Llama:
             LlamaLayer(spec, f"model.layers.{index}.", weights, ops)
             for index in range(spec.num_layers)
         ]
-        self.norm = weights.read("model.norm.weight")
+        self.norm = ops.pack_vector(weights.read("model.norm.weight"))
         head = self.embedding if spec.tie_word_embeddings else weights.read(HEAD)
         self.head = ops.pack_head(head)
 
@@ -120,7 +120,7 @@ class Llama:
         metadata: AttentionMetadata,
     ) -> Tensor:
         eps, add_norm = self.spec.rms_norm_eps, self.ops.add_rms_norm
-        residual = self.embedding[token_ids]
+        residual = self.ops.embed(token_ids, self.embedding)
         x = self.ops.rms_norm(residual, self.layers[0].attention_norm, eps)
         next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
         for layer, cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):

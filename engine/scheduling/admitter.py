@@ -1,13 +1,14 @@
 """Admission: which waiting requests begin, and what each of them begins with.
 
 A waiting request is admitted when a seat is free for each of its sequences and all blocks that its tokens
-need fit above the watermark, less what the prefix cache has of them, counting what running prompts are
-still owed. The head of the queue is never overtaken.
+need fit above the watermark, less what the prefix cache has of them, counting what running requests are
+still owed. While nothing runs there is no watermark. The head of the queue is never overtaken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..memory.kv_cache_manager import KVCacheManager
 from ..memory.prefix_cache import PrefixMatch
@@ -16,6 +17,18 @@ from .request import Request, Sequence
 from .request_table import RequestTable
 from .room import num_blocks_owed, num_blocks_wanted
 from .step_draft import StepDraft
+
+RETRY_STEPS = 16
+"""Steps after which a request that did not fit is looked up again, whether blocks were freed or not."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Why the head of the queue was not admitted."""
+
+    request: Request
+    num_blocks: int  # free ones that it needs
+    num_steps: int = 0
 
 
 class Admitter:
@@ -35,23 +48,36 @@ class Admitter:
         self._counters = counters
         self._clock = clock
         self._watermark_blocks = int(limits.watermark * memory.pool.num_blocks)
+        self._wait: _Wait | None = None
 
     def admit(self, draft: StepDraft) -> None:
         """Admit from the head of the queue, as long as there are seats, blocks and budget."""
         waiting = self._table.waiting
         while waiting and draft.budget > 0:
             request = waiting[0]
-            if not self._has_seats(request):
+            if not self._has_seats(request) or self._is_hopeless(request):
                 return
-            is_back = self._can_come_back(request)
-            match = self._match(request.unfinished[0], is_back=is_back)
-            if match.copied_block_id is not None and not self._fits(request, match):
-                match = match.without_copy()
-            if not self._fits(request, match):
+            matches = self._matches(request)
+            if matches[0].copied_block_id is not None and not self._fits(request, matches[0]):
+                matches[0] = matches[0].without_copy()
+            if not self._fits(request, matches[0]):
                 return
             waiting.popleft()
             self._table.num_waiting -= len(request.unfinished)
-            self._begin(request, match, draft, is_back=is_back)
+            self._begin(request, matches, draft)
+
+    def _is_hopeless(self, request: Request) -> bool:
+        """Whether what kept the head of the queue out is sure to last.
+
+        Looking it up again costs time in every step. It is done when as many blocks are free as were
+        missing, and now and then, since the prefix cache may have more of it by then.
+        """
+        wait = self._wait
+        if wait is None or wait.request is not request or not self._table.running:
+            return False
+        wait.num_steps += 1
+        is_due = wait.num_steps % RETRY_STEPS == 0
+        return not is_due and self._memory.pool.num_free_blocks < wait.num_blocks
 
     def _has_seats(self, request: Request) -> bool:
         taken = len(self._table.running) + sum(
@@ -60,14 +86,19 @@ class Admitter:
         wanted = len(request.unfinished) + request.num_unborn
         return taken + wanted <= self._limits.max_num_seqs
 
-    def _can_come_back(self, request: Request) -> bool:
-        """Whether all sequences were swapped out with their prompt and are still there with it."""
-        if not request.host_block_ids:
-            return False
-        if any(s.num_swapped_tokens < s.num_prompt_tokens for s in request.unfinished):
-            return False
-        matches = (self._match(s, is_back=True) for s in request.unfinished)
-        return all(m.num_tokens >= len(request.new.prompt_token_ids) for m in matches)
+    def _matches(self, request: Request) -> list[PrefixMatch]:
+        """What is there of the first sequence, or of all of them if they can come back together.
+
+        They can if all were swapped out with their prompt, and are still there with it.
+        """
+        sequences = request.unfinished
+        num_prompt_tokens = len(request.new.prompt_token_ids)
+        are_complete = all(s.num_swapped_tokens >= num_prompt_tokens for s in sequences)
+        if request.host_block_ids and len(sequences) > 1 and are_complete:
+            matches = [self._match(s, is_back=True) for s in sequences]
+            if all(m.num_tokens >= num_prompt_tokens for m in matches):
+                return matches
+        return [self._match(sequences[0], is_back=False)]
 
     def _match(self, sequence: Sequence, *, is_back: bool) -> PrefixMatch:
         num_tokens = self._num_wanted(sequence, is_back=is_back)
@@ -82,28 +113,31 @@ class Admitter:
     def _fits(self, request: Request, match: PrefixMatch) -> bool:
         """Whether all blocks of ``request`` fit above the watermark (see the module's rule)."""
         wanted = num_blocks_wanted(self._memory, request, match)
-        free = self._memory.pool.num_free_blocks
-        if not self._table.running:
-            return wanted <= free
-        owed = num_blocks_owed(self._memory, self._table.running)
-        return wanted + owed + self._watermark_blocks <= free
+        if self._table.running:
+            wanted += num_blocks_owed(self._memory, self._table.groups.values())
+            wanted += self._watermark_blocks
+        if wanted <= self._memory.pool.num_free_blocks:
+            self._wait = None
+            return True
+        self._wait = _Wait(request, wanted)
+        return False
 
-    def _begin(
-        self, request: Request, match: PrefixMatch, draft: StepDraft, *, is_back: bool
-    ) -> None:
+    def _begin(self, request: Request, matches: list[PrefixMatch], draft: StepDraft) -> None:
         """Admit a request: the first sequence alone, or all that were swapped out together."""
         leader, *others = request.unfinished
+        is_back = len(matches) > 1
         if not is_back:
             request.pending = others
         if others or request.beam_search is not None:
             self._table.groups[request.request_id] = request
         if request.scheduled_time is None:
             request.scheduled_time = self._clock()
-            self._count_hits(request, match)
-        self._start(leader, match, draft, is_back=is_back)
+            self._count_hits(request, matches[0])
+        self._start(leader, matches[0], draft, is_back=is_back)
         if is_back:
-            for sequence in others:
-                self._start(sequence, self._match(sequence, is_back=True), draft, is_back=True)
+            for sequence in others:  # which share what the first ones have brought back
+                match = self._match(sequence, is_back=True).without_copy()
+                self._start(sequence, match, draft, is_back=True)
         self._table.release_host_blocks(request)
 
     def _count_hits(self, request: Request, match: PrefixMatch) -> None:

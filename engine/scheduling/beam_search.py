@@ -2,7 +2,7 @@
 
 The rules are those of transformers' ``num_beams`` (``GenerationMixin._beam_search``), so that equal
 logits give equal answers: of all continuations the best ``max(2, 1 + number of stop ids) * width`` are
-looked at; those that end do so only from among the best ``width`` of them; the best ``width`` that do not
+looked at (of one beam, ``width`` plus the number of stop ids of them decide); those that end do so only from among the best ``width`` of them; the best ``width`` that do not
 end are the next beams. A hypothesis scores its cumulative log-probability divided by its length to the
 power of ``length_penalty``, and the best ``width`` are kept.
 
@@ -49,7 +49,9 @@ class BeamSearch:
         self, sampling: SamplingParams, stop_token_ids: frozenset[int], max_tokens: int
     ) -> None:
         self.width = sampling.num_sequences
-        self.num_candidates = max(2, 1 + len(stop_token_ids)) * self.width
+        self.num_candidates = self.width + max(1, len(stop_token_ids))
+        """Most likely tokens of each beam: ``width`` of them do not end it."""
+        self._num_kept = max(2, 1 + len(stop_token_ids)) * self.width
         self.is_done = False
         self.candidates: dict[int, Candidates] = {}
         """By ``seq_id``: what the executor found for a beam, until all beams have theirs."""
@@ -94,7 +96,7 @@ class BeamSearch:
             for token_id, logprob in own
         ]
         everything.sort(key=lambda c: -c.score)
-        return everything[: self.num_candidates]
+        return everything[: self._num_kept]
 
     def _finish(
         self, ended: list[Continuation], outputs: Sequence[Sequence[int]], length: int

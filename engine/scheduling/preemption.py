@@ -95,7 +95,7 @@ class Preemption:
             len(own) * memory.block_bytes, num_tokens
         ):
             return
-        held = memory.swap_out([(blocks, s.token_ids) for s, blocks in live])
+        held = memory.swap_out([(blocks, s.token_ids) for s, blocks in live], own)
         if held:
             request.host_block_ids = held
             for sequence, blocks in live:

@@ -67,7 +67,6 @@ class Sequence:
         "max_num_tokens",
         "min_num_tokens",
         "num_computed_tokens",
-        "num_counted_prompt_tokens",
         "num_prompt_tokens",
         "num_swapped_tokens",
         "num_unwritten_tokens",
@@ -89,7 +88,6 @@ class Sequence:
         self.token_ids = token_ids  # prompt and output
         self.num_prompt_tokens = len(request.new.prompt_token_ids)
         self.num_computed_tokens = 0
-        self.num_counted_prompt_tokens = 0
         self.num_unwritten_tokens = (
             0  # to be computed once more, over a block that has them already
         )
@@ -139,6 +137,7 @@ class Request:
         "max_num_tokens",
         "new",
         "num_cached_tokens",
+        "num_counted_prompt_tokens",
         "num_preemptions",
         "pending",
         "request_id",
@@ -165,6 +164,7 @@ class Request:
             self.beam_search = BeamSearch(sampling, self.stop_token_ids, max_new)
         self.host_block_ids: list[int] = []  # that hold what was swapped out
         self.num_cached_tokens = 0
+        self.num_counted_prompt_tokens = 0  # of the prompt, by the counters
         self.num_preemptions = 0
         self.scheduled_time: float | None = None
 

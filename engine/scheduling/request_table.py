@@ -110,7 +110,6 @@ class RequestTable:
         child.blocks = self.memory.fork(parent.live_blocks, child.seq_id, num_tokens)
         child.chain = child.blocks.chain
         child.num_computed_tokens = num_tokens
-        child.num_counted_prompt_tokens = child.num_prompt_tokens
         child.unsent_token_ids = child.token_ids[num_tokens:]
         child.status = SequenceStatus.RUNNING
         self.by_seq_id[child.seq_id] = child

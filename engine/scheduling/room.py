@@ -23,15 +23,20 @@ def num_blocks_wanted(memory: KVCacheManager, request: Request, match: PrefixMat
     )
 
 
-def num_blocks_owed(memory: KVCacheManager, running: Iterable[Sequence]) -> int:
-    """Blocks that running sequences need for tokens they have and have not computed."""
+def num_blocks_owed(memory: KVCacheManager, groups: Iterable[Request]) -> int:
+    """Blocks that running requests will need for tokens and sequences that they have already.
+
+    Only requests of several sequences can be owed any: what is left of a step's budget is left when all
+    that others have is scheduled.
+    """
     owed = 0
-    for sequence in running:
-        blocks, request = sequence.blocks, sequence.request
-        if blocks is not None and blocks.num_slots < len(sequence.token_ids):
-            owed += memory.num_blocks_for(len(sequence.token_ids) - blocks.num_slots)
-        if request.pending:
-            owed += _num_own_blocks(memory, request.pending)
+    for request in groups:
+        for sequence in request.sequences:
+            blocks = sequence.blocks
+            if blocks is not None and blocks.num_slots < len(sequence.token_ids):
+                owed += memory.num_blocks_for(len(sequence.token_ids) - blocks.num_slots)
+        owed += _num_own_blocks(memory, request.pending)
+        owed += request.num_unborn * _num_tail_blocks(memory, request)
     return owed
 
 

@@ -10,7 +10,7 @@ recompute after preemption are consequences, not cases.
 **Admission.** A waiting request is admitted when a seat is free for each of its sequences and all blocks
 that its tokens need fit above the watermark, counting what running prompts are still owed. The head of
 the queue is never overtaken and the request admitted first is never preempted, so a request of any size
-that fits the pool is served once those before it end.
+that fits the pool is served once those before it end. (While nothing runs there is no watermark.)
 
 **Forks.** The sequences of one request share its prompt. The first computes it, the others have seats and
 wait; its last position is sampled once for each, and then they fork: their tables point at the same
@@ -101,10 +101,13 @@ class Scheduler:
         return True
 
     def abort_sequence(self, request_id: str, child_index: int) -> None:
-        """End one sequence of a request; the others go on. Unknown and ended ones are passed over."""
+        """End one sequence of a request; the others go on. Unknown and ended ones are passed over.
+
+        The beams of a search depend on each other and end together only.
+        """
         table = self._table
         request = table.requests.get(request_id)
-        if request is None:
+        if request is None or request.beam_search is not None:
             return
         sequence = request.sequences[child_index]
         if sequence.status is SequenceStatus.FINISHED:
@@ -245,10 +248,10 @@ class Scheduler:
                     self.memory.publish_tail(sequence.blocks, sequence.token_ids)
                 reached = min(end, num_prompt_tokens)
                 num_prefill_tokens += reached - row.start
-                fresh = reached - sequence.num_counted_prompt_tokens
+                fresh = reached - sequence.request.num_counted_prompt_tokens
                 if fresh > 0:
                     self.counters.num_prompt_tokens += fresh
-                    sequence.num_counted_prompt_tokens = reached
+                    sequence.request.num_counted_prompt_tokens = reached
         return num_prefill_tokens
 
     def _count(self, plan: StepPlan) -> None:
@@ -289,8 +292,6 @@ class Scheduler:
             return
         sequence = request.sequences[update.child_index]
         self._table.end(sequence, is_kept=update.error is None)
-        if sequence in request.pending:
-            request.pending.remove(sequence)
         if not request.unfinished:
             self._table.forget(request)
 

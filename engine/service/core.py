@@ -86,7 +86,10 @@ class EngineCore:
 
     def _note_rates(self, plan: StepPlan, execute_s: float, swap_s: float) -> None:
         rates = self._scheduler.rates
-        rates.note_step(plan.num_tokens, execute_s - swap_s)
+        if plan.num_tokens >= 2 * len(
+            plan.rows
+        ):  # most of it prompts, which decoding is slower than
+            rates.note_step(plan.num_tokens, execute_s - swap_s)
         rates.note_swap(len(plan.block_swaps) * self._scheduler.memory.block_bytes, swap_s)
 
     def kv_snapshot(self) -> KVSnapshot:

@@ -42,6 +42,9 @@ class Tape:
             self.memory.publish_tail(blocks, tokens)
         self.memory.check()
 
+    def swap_out(self, blocks: SequenceBlocks, tokens: list[int]) -> list[int] | None:
+        return self.memory.swap_out([(blocks, tokens)], self.memory.swappable_blocks([blocks]))
+
     def run(self, seq_id: int, tokens: list[int], salt: str | None = None) -> list[int]:
         """A whole life; returns the blocks it had."""
         blocks = self.begin(seq_id, tokens, salt)
@@ -199,7 +202,7 @@ def test_the_host_tier_never_drops_what_a_preempted_sequence_needs() -> None:
     tokens = TOKENS[:20]
     blocks = t.begin(0, tokens)
     t.commit((blocks, tokens))
-    held = t.memory.swap_out([(blocks, tokens)])
+    held = t.swap_out(blocks, tokens)
     assert held is not None
     assert len(held) == 3
     t.memory.close(0, tokens)
@@ -217,7 +220,7 @@ def test_without_room_in_the_host_tier_nothing_is_swapped() -> None:
     tokens = TOKENS[:20]
     blocks = t.begin(0, tokens)
     t.commit((blocks, tokens))
-    assert t.memory.swap_out([(blocks, tokens)]) is None
+    assert t.swap_out(blocks, tokens) is None
     assert t.memory.take_swaps() == ()
     t.memory.check()
 
@@ -227,7 +230,7 @@ def test_blocks_shared_with_others_are_not_moved() -> None:
     first, second = [*TOKENS[:16], 1], [*TOKENS[:16], 2]
     mine, theirs = t.begin(0, first), t.begin(1, second)
     t.commit((mine, first), (theirs, second))
-    held = t.memory.swap_out([(mine, first)])
+    held = t.swap_out(mine, first)
     assert held is not None
     assert len(held) == 1
     (swap,) = t.memory.take_swaps()

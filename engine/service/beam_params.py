@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..api import Logprob, RequestOutput, SamplingParams
+from ..errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
@@ -50,6 +51,10 @@ class BeamSearchParams:
         Raises:
             InvalidRequestError: a value is out of range; ``param`` names it.
         """
+        if self.beam_width < 1:
+            raise InvalidRequestError(
+                f"beam_width must be at least 1, got {self.beam_width}.", param="beam_width"
+            )
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,

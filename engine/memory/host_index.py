@@ -1,7 +1,8 @@
-"""The host tier: KV blocks in host memory, found by the name of their content.
+"""The host tier's books: KV blocks in host memory, found by the name of their content.
 
 An entry is held while a preempted request counts on it; others are evicted prefixes, which stay while
-there is room. Knows names and host block ids only.
+there is room. A private entry is found by those who hold it only, and leaves with the last of them. Knows
+names and host block ids only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 from .block_pool import MemoryInvariantError
 
 
-class HostTier:
+class HostIndex:
     """``num_blocks`` host blocks, each empty or with one named content. Every operation is O(1)."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -22,6 +23,7 @@ class HostTier:
         self._names: dict[int, bytes] = {}
         self._holds: dict[int, int] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()  # not held, least recently used first
+        self._private: set[int] = set()  # held, and for nobody else
 
     @property
     def num_used_blocks(self) -> int:
@@ -32,9 +34,25 @@ class HostTier:
         """Blocks that are empty or can be emptied."""
         return len(self._free) + len(self._kept)
 
-    def find(self, name: bytes) -> int | None:
-        """The host block with this content."""
-        return self._by_name.get(name)
+    def find(self, name: bytes, *, is_holder: bool = False) -> int | None:
+        """The host block with this content; a private one for those who hold it only."""
+        host_id = self._by_name.get(name)
+        return host_id if is_holder or host_id not in self._private else None
+
+    def private_names(self, host_ids: Iterable[int]) -> set[bytes]:
+        """Names of those of these entries that are private."""
+        return {self._names[host_id] for host_id in self._private.intersection(host_ids)}
+
+    def make_private(self, name: bytes) -> None:
+        """Let nobody find this content any more but those who hold it."""
+        host_id = self._by_name.get(name)
+        if host_id is None:
+            return
+        if host_id in self._holds:
+            self._private.add(host_id)
+        else:
+            del self._kept[host_id]
+            self._empty(host_id)
 
     def store(self, name: bytes) -> int | None:
         """A host block to write this content to, which is not there yet. ``None``: all are held."""
@@ -57,23 +75,23 @@ class HostTier:
         self._holds[host_id] = self._holds.get(host_id, 0) + 1
         self._kept.pop(host_id, None)
 
-    def release(self, host_ids: Iterable[int], *, keep: bool = True) -> None:
-        """Give up holds. Entries that nobody holds stay while there is room, or leave at once."""
+    def release(self, host_ids: Iterable[int]) -> None:
+        """Give up holds. Entries that nobody holds stay while there is room; private ones leave."""
         for host_id in host_ids:
             self._holds[host_id] -= 1
             if self._holds[host_id]:
                 continue
             del self._holds[host_id]
-            if keep:
-                self._kept[host_id] = None
-            else:
+            if host_id in self._private:
+                self._private.remove(host_id)
                 self._empty(host_id)
+            else:
+                self._kept[host_id] = None
 
     def clear(self) -> None:
-        """Forget every entry that nobody holds."""
-        for host_id in self._kept:
-            self._empty(host_id)
-        self._kept.clear()
+        """Let nobody find anything; what is held stays for those who hold it."""
+        for name in list(self._by_name):
+            self.make_private(name)
 
     def _empty(self, host_id: int) -> None:
         del self._by_name[self._names.pop(host_id)]
@@ -90,5 +108,7 @@ class HostTier:
             raise MemoryInvariantError("a host block is in two states, or in none")
         if {name: host_id for host_id, name in self._names.items()} != self._by_name:
             raise MemoryInvariantError("names and blocks of the host tier disagree")
+        if not self._private <= set(self._holds):
+            raise MemoryInvariantError("a host block is private and nobody holds it")
         if set(self._names) != {*self._kept, *self._holds}:
             raise MemoryInvariantError("a free host block has a name, or a used one has none")
