@@ -35,6 +35,9 @@ COPY kernels kernels
 COPY configs configs
 RUN pip wheel --no-deps --wheel-dir /dist . \
     && pip install --no-deps /dist/octavo-*.whl
+# The native kernels for every usual processor, so that the image needs no compiler.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ \
+    && python -m octavo.kernels.cpu_build --portable
 
 FROM ${PYTHON_IMAGE} AS runtime
 COPY --from=builder /opt/octavo /opt/octavo

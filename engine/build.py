@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import EngineInfo
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
-from .config import EngineConfig, StepLimits, check_preemption, num_cpu_threads, step_limits
+from .config import (
+    EngineConfig,
+    StepLimits,
+    check_preemption,
+    flag_of,
+    kernel_cache_dir,
+    num_cpu_threads,
+    step_limits,
+)
 from .errors import ConfigError
 from .service.core import EngineCore
 
@@ -92,12 +100,16 @@ def build_core(
     place = _place(config, checkpoint)
     device, limits = place.device, place.limits
     torch.set_num_threads(place.num_threads)
-    ops = select_ops(config.execution.attention_backend, device)
+    try:
+        ops = select_ops(config.execution.attention_backend, device, kernel_cache_dir())
+    except ValueError as error:
+        raise ConfigError(f"{flag_of('attention_backend')}: {error}") from error
     model = load_model(
         checkpoint,
         ops,
         dtype=place.dtype,
         device=device,
+        keep_quantized=_keeps_quantized(config),
         progress=lambda stage, fraction: report(stage, 0.9 * fraction),
     )
     block_size = config.cache.block_size
@@ -158,8 +170,14 @@ def build_core(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         default_sampling=_default_sampling(config, checkpoint),
     )
+    is_kept = _keeps_quantized(config) and checkpoint.spec.quantization in ops.quantized_types
     logger.info(
-        "%s kernels on %s, %s, %d threads", ops.name, info.device, info.dtype, info.num_threads
+        "%s kernels on %s, %s%s, %d threads",
+        ops.name,
+        info.device,
+        info.dtype,
+        f" with {checkpoint.spec.quantization} weights as they are" if is_kept else "",
+        info.num_threads,
     )
     return core, info
 
@@ -215,6 +233,10 @@ def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dty
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
     }[name]
+
+
+def _keeps_quantized(config: EngineConfig) -> bool:
+    return config.model.quantization == "auto" and config.model.dtype == "auto"
 
 
 def _has_bfloat16() -> bool:

@@ -16,7 +16,7 @@ from .errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("auto", "torch", "reference")
+BACKENDS = ("auto", "cpu", "torch", "reference")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 Config = TypeVar("Config", bound="_Checked")
@@ -156,6 +156,12 @@ class ModelConfig(_Checked):
         "checkpoint's type is slow here, bfloat16 if the processor has it, else float32.",
         choices=DTYPES,
     )
+    quantization: str = option(
+        "auto",
+        "auto: quantised matrices of a GGUF file (Q4_0, Q4_1, Q8_0) are used as they are, where the kernels can "
+        "and --dtype is auto; none: they are widened to --dtype.",
+        choices=("auto", "none"),
+    )
     max_model_len: int | None = option(
         None,
         "Longest sequence, prompt and output together.",
@@ -270,7 +276,8 @@ class ExecutionConfig(_Checked):
     )
     attention_backend: str = option(
         "auto",
-        "Set of kernels. torch: vectorised PyTorch; reference: slow and obvious, for comparison.",
+        "Set of kernels. cpu: native, compiled at first use; torch: vectorised PyTorch; reference: slow and "
+        "obvious, for comparison. auto: on a CPU the native ones if there is a C++ compiler.",
         choices=BACKENDS,
     )
 
@@ -413,6 +420,13 @@ def num_cpu_threads(environ: Mapping[str, str] | None = None) -> int:
         return max(1, int(environ["OMP_NUM_THREADS"]))
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def kernel_cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where compiled kernels are kept: in XDG_CACHE_HOME; ``None`` leaves it to the user's home."""
+    environ = os.environ if environ is None else environ
+    home = environ.get("XDG_CACHE_HOME")
+    return Path(home) / "octavo" / "kernels" if home and os.path.isabs(home) else None
 
 
 def _cgroup_cpus() -> int | None:

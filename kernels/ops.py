@@ -42,6 +42,13 @@ class LayerKVCache(NamedTuple):
     value: Tensor
 
 
+class QuantizedRows(NamedTuple):
+    """A weight ``[out_features, in_features]`` as a GGUF file holds it: blocks of 32 along in_features."""
+
+    blocks: Tensor  # [out_features, bytes of a row] uint8
+    type: str  # "Q4_0", "Q4_1" or "Q8_0"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """A flat batch of variable-length queries over paged keys and values.
@@ -66,6 +73,17 @@ Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
 """Token ids and positions ``[num_tokens] int64``, metadata → hidden states ``[num_tokens, hidden_size]``."""
 
 
+def dense(weight: Tensor | QuantizedRows) -> Tensor:
+    """For op sets whose products take numbers only.
+
+    Raises:
+        TypeError: the weight is quantised.
+    """
+    if isinstance(weight, QuantizedRows):
+        raise TypeError(f"these kernels do not take {weight.type} weights as they are")
+    return weight
+
+
 class SamplingTensors(NamedTuple):
     """Per-row sampling parameters for one call of :meth:`Ops.sample`. All ``[num_rows]``."""
 
@@ -83,8 +101,11 @@ class Ops(Protocol):
     name: str
     """As chosen by ``--attention-backend``."""
 
+    quantized_types: frozenset[str]
+    """Types of :class:`QuantizedRows` that products take as they are."""
+
     # --- weights -------------------------------------------------------------------------------
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def pack_linear(self, weight: Tensor | QuantizedRows, bias: Tensor | None = None) -> Any:
         """Prepare ``weight [out_features, in_features]`` for :meth:`linear`, once.
 
         Returns an opaque handle. The caller drops ``weight`` afterwards unless it needs it elsewhere.
@@ -93,7 +114,7 @@ class Ops(Protocol):
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         """``x [num_tokens, in_features]`` → ``[num_tokens, out_features]``, x's dtype."""
 
-    def pack_head(self, weight: Tensor) -> Any:
+    def pack_head(self, weight: Tensor | QuantizedRows) -> Any:
         """Prepare the output projection ``weight [vocab_size, hidden_size]`` for :meth:`logits`, once."""
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
@@ -148,8 +169,8 @@ class Ops(Protocol):
     def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         """Write ``k, v [num_tokens, num_kv_heads, head_dim]`` to their slots; skip slot -1.
 
-        A token at offset 0 of its block first clears the block, so that slots past a row's end are
-        always finite.
+        What slots past a row's end hold must never reach its attention, not even as 0 * NaN: a set either
+        clears a block when a token at offset 0 is written, or selects instead of multiplying.
         """
 
     def attention(

@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from .kv_store import allocate_kv_cache
-from .ops import AttentionMetadata, Forward, KVCacheSpec, LayerKVCache, SamplingTensors
+from .ops import (
+    AttentionMetadata,
+    Forward,
+    KVCacheSpec,
+    LayerKVCache,
+    QuantizedRows,
+    SamplingTensors,
+    dense,
+)
 from .philox import philox_uniform
 
 
@@ -29,16 +37,19 @@ class ReferenceOps:
     """Implements :class:`~.ops.Ops`; see there for every contract."""
 
     name = "reference"
+    quantized_types: frozenset[str] = frozenset()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
-        return ReferenceLinear(weight, bias)
+    def pack_linear(
+        self, weight: Tensor | QuantizedRows, bias: Tensor | None = None
+    ) -> ReferenceLinear:
+        return ReferenceLinear(dense(weight), bias)
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         bias = None if packed.bias is None else packed.bias.float()
         return functional.linear(x.float(), packed.weight.float(), bias).to(x.dtype)
 
-    def pack_head(self, weight: Tensor) -> Tensor:
-        return weight
+    def pack_head(self, weight: Tensor | QuantizedRows) -> Tensor:
+        return dense(weight)
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return functional.linear(x.float(), packed.float())

@@ -15,7 +15,15 @@ from torch.nn import functional
 from . import torch_linear, torch_sampling
 from .attention_plan import AttentionGroup, plan_attention
 from .kv_store import StorePlan, allocate_kv_cache, move_blocks, plan_store
-from .ops import AttentionMetadata, Forward, KVCacheSpec, LayerKVCache, SamplingTensors
+from .ops import (
+    AttentionMetadata,
+    Forward,
+    KVCacheSpec,
+    LayerKVCache,
+    QuantizedRows,
+    SamplingTensors,
+    dense,
+)
 from .torch_attention import attend_group
 
 Value = TypeVar("Value")
@@ -48,20 +56,21 @@ class TorchOps:
     """Implements :class:`~.ops.Ops`; see there for every contract."""
 
     name = "torch"
+    quantized_types: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self._attention_plans: StepMemo[list[AttentionGroup]] = StepMemo()
         self._store_plans: StepMemo[StorePlan] = StepMemo()
         self._angles: StepMemo[tuple[Tensor, Tensor]] = StepMemo()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
-        return torch_linear.pack_linear(weight, bias)
+    def pack_linear(self, weight: Tensor | QuantizedRows, bias: Tensor | None = None) -> Any:
+        return torch_linear.pack_linear(dense(weight), bias)
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.linear(x, packed)
 
-    def pack_head(self, weight: Tensor) -> Any:
-        return torch_linear.pack_head(weight)
+    def pack_head(self, weight: Tensor | QuantizedRows) -> Any:
+        return torch_linear.pack_head(dense(weight))
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)

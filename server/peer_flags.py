@@ -36,7 +36,6 @@ PEER_FLAGS: dict[str, str] = {
     "--hf-overrides": "change the model's config.json instead",
     "--override-generation-config": "change the model's generation_config.json, or see "
     "--generation-config",
-    "--quantization": _FORMAT,
     "-q": _FORMAT,
     "--load-format": _FORMAT,
     "--safetensors-load-strategy": _FORMAT,

@@ -67,3 +67,4 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 _BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
+QUANTIZED_TYPES = frozenset(_BLOCKS)

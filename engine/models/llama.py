@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
 from ..checkpoint.spec import ModelSpec
-from .layers import EMBEDDING, HEAD, fused_linear, read_embedding
+from .layers import EMBEDDING, HEAD, fused_linear, read_embedding, read_head
 from .rotary import rotary_table
 from .weights import Weights
 
@@ -101,8 +101,7 @@ class Llama:
             for index in range(spec.num_layers)
         ]
         self.norm = ops.pack_vector(weights.read("model.norm.weight"))
-        head = self.embedding if spec.tie_word_embeddings else weights.read(HEAD)
-        self.head = ops.pack_head(head)
+        self.head = ops.pack_head(read_head(spec, weights, self.embedding))
 
     @property
     def num_layers(self) -> int:

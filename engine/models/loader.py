@@ -22,11 +22,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, float], None] | None = None,
+    keep_quantized: bool = False,
 ) -> Model:
     """Read, convert and pack every weight, one after the other.
 
     Args:
         dtype: of weights and activations.
+        keep_quantized: use quantised matrices as they are, where the op set can.
         progress: called with ``"loading"`` and the share of tensors read, 0 to 1.
 
     Raises:
@@ -43,7 +45,9 @@ def load_model(
     source = open_weights(checkpoint)
     try:
         check_tensors(source, expected, lambda name: family.is_ignored(checkpoint.spec, name))
-        return family.build(checkpoint.spec, Weights(source, dtype, device, on_read), ops)
+        kept = ops.quantized_types if keep_quantized else frozenset()
+        weights = Weights(source, dtype, device, on_read, kept)
+        return family.build(checkpoint.spec, weights, ops)
     finally:
         source.close()
 

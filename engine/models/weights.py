@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.ops import QuantizedRows
 from ..errors import CheckpointError
 
 MAX_NAMED = 5  # tensors listed in one message
@@ -33,6 +34,9 @@ class WeightSource(Protocol):
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read one tensor into memory of its own, in transformers' layout, on the CPU."""
 
+    def load_blocks(self, name: str) -> QuantizedRows | None:
+        """One matrix as the file holds it, rows in transformers' order; ``None`` if not in blocks."""
+
     def close(self) -> None:
         """Let go of the files."""
 
@@ -41,6 +45,7 @@ class Weights:
     """Hands a model its tensors in the wanted type and place.
 
     Args:
+        quantized_types: of matrices that :meth:`read_linear` leaves as they are.
         on_read: called after each tensor with the number of tensors read so far.
     """
 
@@ -50,29 +55,51 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         on_read: Callable[[int], None] | None = None,
+        quantized_types: frozenset[str] = frozenset(),
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.path = source.path
         self._source = source
         self._on_read = on_read
+        self._quantized_types = quantized_types
         self._num_read = 0
 
     def __contains__(self, name: str) -> bool:
         return self._source.own_name(name) in self._source.shapes
 
+    def keeps_blocks(self, name: str) -> bool:
+        """Whether :meth:`read_linear` leaves this matrix as the file holds it."""
+        blocks = self._source.load_blocks(name) if self._quantized_types else None
+        return blocks is not None and blocks.type in self._quantized_types
+
     def read(self, name: str) -> Tensor:
         """One tensor."""
         tensor = self._source.load(name, self.dtype).to(self.device)
-        self._num_read += 1
+        self._note_read(1)
+        return tensor
+
+    def _note_read(self, num_tensors: int) -> None:
+        self._num_read += num_tensors
         if self._on_read is not None:
             self._on_read(self._num_read)
-        return tensor
 
     def read_rows(self, names: Iterable[str]) -> Tensor:
         """Several tensors, one below the other: several linear layers as one."""
         parts = [self.read(name) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_linear(self, names: Iterable[str]) -> Tensor | QuantizedRows:
+        """As :meth:`read_rows`; in blocks as they are if all are of one type that may stay so."""
+        names = list(names)
+        if not self._quantized_types:
+            return self.read_rows(names)
+        parts = [self._source.load_blocks(name) for name in names]
+        found = [part for part in parts if part is not None and part.type in self._quantized_types]
+        if len(found) < len(parts) or len({part.type for part in found}) > 1:
+            return self.read_rows(names)
+        self._note_read(len(found))
+        return QuantizedRows(torch.cat([part.blocks for part in found]), found[0].type)
 
 
 def check_tensors(

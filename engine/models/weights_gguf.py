@@ -11,10 +11,11 @@ import re
 import torch
 from torch import Tensor
 
+from ...kernels.ops import QuantizedRows
 from ..checkpoint.gguf_config import ROPE_FACTORS
 from ..checkpoint.gguf_file import GGUFFile
 from ..checkpoint.spec import ModelSpec
-from .dequantize import dequantize
+from .dequantize import QUANTIZED_TYPES, dequantize
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -56,6 +57,16 @@ class GGUFWeights:
         values = dequantize(data, tensor.type, dtype).view(tensor.shape)
         num_heads = self._num_heads.get(name.split(".")[-2])
         return values if num_heads is None else unpermute(values, num_heads)
+
+    def load_blocks(self, name: str) -> QuantizedRows | None:
+        tensor = self._file.tensors[self.own_name(name)]
+        if tensor.type not in QUANTIZED_TYPES:
+            return None
+        blocks = torch.from_numpy(self._file.read(tensor.name)).view(tensor.shape[0], -1)
+        num_heads = self._num_heads.get(name.split(".")[-2])
+        if num_heads is not None:
+            blocks = unpermute(blocks, num_heads)
+        return QuantizedRows(blocks, tensor.type)
 
     def close(self) -> None:
         """Tensors are mapped one by one, so nothing is held."""

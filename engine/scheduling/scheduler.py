@@ -84,12 +84,15 @@ class Scheduler:
         """Queue a request behind those that came before.
 
         Raises:
-            SchedulingError: its id is in use, or all its sequences have finished.
+            SchedulingError: its id is in use, all its sequences have finished, or only some of them that
+                go on have a token (they draw their first one in the same step).
         """
         if new.request_id in self._table.requests:
             raise SchedulingError(f"request {new.request_id} is added twice")
         if all(r.is_finished for r in new.resume) and new.resume:
             raise SchedulingError(f"request {new.request_id} has nothing left to compute")
+        if len({bool(r.output_token_ids) for r in new.resume if not r.is_finished}) > 1:
+            raise SchedulingError(f"request {new.request_id}: all have a first token, or none has")
         self._table.add(Request(new, self._eos_token_ids, self.limits.max_model_len))
 
     def abort(self, request_id: str) -> bool:

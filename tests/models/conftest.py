@@ -17,8 +17,7 @@ from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.models.loader import load_model
 from octavo.engine.models.model import Model
 from octavo.kernels.ops import AttentionMetadata, Ops
-from octavo.kernels.reference import ReferenceOps
-from octavo.kernels.torch_ops import TorchOps
+from octavo.kernels.select import select_ops
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -194,7 +193,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_tiny() -> Callable[..., Any]:
     """``make_tiny(family="llama", **config)``: a random transformers model in float32."""
     return _make_tiny
@@ -218,10 +217,9 @@ def assert_close() -> Callable[[Tensor, Tensor], None]:
     return _assert_close
 
 
-@pytest.fixture(params=[ReferenceOps, TorchOps], ids=["reference", "torch"])
+@pytest.fixture(params=["reference", "torch", "cpu"])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    chosen: Ops = request.param()
-    return chosen
+    return select_ops(request.param, CPU)
 
 
 @pytest.fixture

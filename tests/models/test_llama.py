@@ -12,7 +12,7 @@ import torch
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.models.loader import load_model
-from octavo.kernels.ops import Ops
+from octavo.kernels.ops import Ops, QuantizedRows, dense
 from octavo.kernels.reference import ReferenceOps
 
 TOKENS = torch.randint(0, 96, (45,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -146,8 +146,8 @@ def test_a_tied_head_shares_the_embedding(
     packed: list[torch.Tensor] = []
 
     class SpyOps(ReferenceOps):
-        def pack_head(self, weight: torch.Tensor) -> Any:
-            packed.append(weight)
+        def pack_head(self, weight: torch.Tensor | QuantizedRows) -> torch.Tensor:
+            packed.append(dense(weight))
             return super().pack_head(weight)
 
     model = load(save(make_tiny(tie_word_embeddings=True)), SpyOps())

@@ -7,17 +7,17 @@ wrong slot, a missed copy or a stale hit shows as a wrong value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import pytest
 
-from octavo.engine.api import SamplingParams
+from octavo.engine.api import ResumedSequence, SamplingParams
 from octavo.engine.memory.kv_cache_manager import KVCacheManager
 from octavo.engine.scheduling.limits import SchedulerLimits
 from octavo.engine.scheduling.request import NewRequest, SequenceUpdate
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.step import ExecutorRates, RowResult, ScheduledRow, StepPlan, StepResult
 
+SLOW_COPIES = ExecutorRates(1.0, 1.0)
 VOCAB = 97
 EOS = 96
 
@@ -37,11 +37,6 @@ def candidates(token_ids: Sequence[int], count: int) -> list[tuple[int, float]]:
     return sorted(scored, key=lambda pair: -pair[1])[:count]
 
 
-def kv_values(token_ids: Sequence[int]) -> list[int]:
-    """What the slots of a sequence hold: each value stands for a token and all before it."""
-    return list(accumulate(token_ids, lambda past, token: hash((past, token)), initial=0))[1:]
-
-
 class FakeExecutor:
     """Computes ``next_token`` and verifies that block tables give every row its own past."""
 
@@ -50,6 +45,7 @@ class FakeExecutor:
         self.slots: dict[int, int] = {}
         self.host: dict[int, dict[int, int]] = {}
         self.rows: dict[int, list[int]] = {}
+        self.values: dict[int, list[int]] = {}  # of the rows' tokens, as far as they were asked for
         self.seeds: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}
         self.bad_seq_ids: set[int] = set()
@@ -66,6 +62,7 @@ class FakeExecutor:
             self.seeds[fork.child_seq_id] = fork.seed
         for seq_id in plan.removed_seq_ids:
             del self.rows[seq_id]
+            self.values.pop(seq_id, None)
             del self.tables[seq_id]
         for new in plan.new_rows:
             assert new.seq_id not in self.rows
@@ -114,14 +111,21 @@ class FakeExecutor:
         mirror = self.tables[row.seq_id]
         mirror[row.first_changed_block :] = table[row.first_changed_block :]
         assert mirror == list(table)
-        values = kv_values(self.rows[row.seq_id])
+        values = self._values(row.seq_id)
         for position in range(row.start + row.num_unwritten, row.start + row.num_tokens):
             self.slots[self._slot(mirror, position)] = values[position]
 
     def _read(self, row: ScheduledRow) -> None:
-        mirror, values = self.tables[row.seq_id], kv_values(self.rows[row.seq_id])
+        mirror, values = self.tables[row.seq_id], self._values(row.seq_id)
         for position in range(row.start + row.num_tokens):
             assert self.slots[self._slot(mirror, position)] == values[position]
+
+    def _values(self, seq_id: int) -> list[int]:
+        """What the slots of a sequence hold: each value stands for a token and all before it."""
+        values = self.values.setdefault(seq_id, [])
+        for token_id in self.rows[seq_id][len(values) :]:
+            values.append(hash((values[-1] if values else 0, token_id)))
+        return values
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
@@ -155,6 +159,7 @@ class Bench:
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
         preemption_mode: str = "swap",
+        rates: ExecutorRates | None = None,
     ) -> None:
         self.memory = KVCacheManager(
             num_blocks,
@@ -165,13 +170,14 @@ class Bench:
         )
         limits = SchedulerLimits(budget, max_num_seqs, max_model_len, watermark, preemption_mode)
         self.scheduler = Scheduler(
-            limits, self.memory, eos_token_ids, lambda: 1.0, ExecutorRates(1.0, 1.0)
+            limits, self.memory, eos_token_ids, lambda: 1.0, rates or SLOW_COPIES
         )
         self.executor = FakeExecutor(block_size)
         self.outputs: dict[str, list[int]] = {}  # of the first sequence
         self.children: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[str, SequenceUpdate] = {}  # of the last sequence to end
         self.logprobs: dict[tuple[str, int], float] = {}  # of finished hypotheses
+        self.failed: set[tuple[str, int]] = set()
         self.plans: list[StepPlan] = []
 
     def add(
@@ -180,10 +186,13 @@ class Bench:
         prompt: Sequence[int],
         max_tokens: int = 4,
         cache_salt: str | None = None,
+        resume: tuple[ResumedSequence, ...] = (),
         **params: object,
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-        self.scheduler.add(NewRequest(request_id, prompt, sampling, 0, 0.0, cache_salt=cache_salt))
+        self.scheduler.add(
+            NewRequest(request_id, prompt, sampling, 0, 0.0, cache_salt=cache_salt, resume=resume)
+        )
 
     def step(self) -> tuple[list[SequenceUpdate], int]:
         plan = self.scheduler.schedule()
@@ -198,6 +207,8 @@ class Bench:
                 self.outputs[update.request_id] = self.children[key]
             if update.cumulative_logprob is not None:
                 self.logprobs[key] = update.cumulative_logprob
+            if update.error is not None:
+                self.failed.add(key)
             if update.finish_reason is not None:
                 self.finished[update.request_id] = update
         return updates, num_tokens

@@ -101,17 +101,6 @@ def test_head_of_the_queue_is_not_overtaken(bench: Any) -> None:
     assert admitted[:3] == [0, 1, 2]
 
 
-def test_admission_counts_what_running_prompts_are_owed(bench: Any) -> None:
-    b = bench(num_blocks=10, block_size=4, budget=8)
-    b.add("a", [1] * 32, max_tokens=1)
-    b.step()
-    assert b.memory.pool.num_used_blocks == 2
-    b.add("b", [2] * 12, max_tokens=1)
-    b.drain()
-    assert b.scheduler.counters.num_preemptions == 0
-    assert set(b.finished) == {"a", "b"}
-
-
 def test_end_id_stops_and_ignore_eos_does_not(bench: Any, expected: Expected) -> None:
     first = expected([5, 6], 6)
     b = bench(eos_token_ids=(first[2],))

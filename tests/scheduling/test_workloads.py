@@ -1,7 +1,8 @@
 """Random workloads over tiny pools, with everything that memory does: forks, beams, hits, swaps, aborts.
 
 After each step every invariant is checked and the fake executor verifies that each row reads its own past;
-at the end each sequence has the tokens that it would have had alone.
+at the end each sequence has the tokens that it would have had alone. What a failed row leaves behind is
+spoiled, so that whoever finds it reads a wrong value.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.engine.api import ResumedSequence
 from octavo.engine.memory.kv_cache_manager import num_blocks_needed
+from octavo.engine.step import ExecutorRates
 
 Expected = Callable[..., list[int]]
 
@@ -31,6 +34,9 @@ class Asked(NamedTuple):
     salt: str | None
     length_penalty: float
     early_stopping: bool | str
+    follows: tuple[int, int, int] | None = None  # a turn after request, child, its first tokens
+    failure: int | None = None  # its rows of this step are not finite
+    resumed: tuple[int, ...] = ()  # tokens that each child has already; all of them: it is finished
 
     def num_blocks(self, block_size: int) -> int:
         return num_blocks_needed(
@@ -42,6 +48,8 @@ class Asked(NamedTuple):
         )
 
 
+MAX_PROMPT, MAX_TURN = 100, 40
+NOT_FINITE = -12345
 TRUNK = [(7 * i * i + 3 * i) % 95 for i in range(48)]
 
 
@@ -51,6 +59,20 @@ def prompts() -> st.SearchStrategy[list[int]]:
     length = st.one_of(st.integers(0, 40), st.sampled_from([4, 8, 16, 32]))
     shared = st.builds(lambda n, rest: TRUNK[:n] + rest or [1], length, suffix)
     return st.one_of(shared, st.lists(st.integers(0, 95), min_size=1, max_size=40))
+
+
+def conversations(requests: Sequence[Asked], expected: Expected) -> list[Asked]:
+    """Let each request that follows an earlier one begin with its prompt and some of its answer."""
+    turns: list[Asked] = []
+    for one in requests:
+        if one.follows is not None and turns:
+            index, child, num_tokens = one.follows
+            earlier = turns[index % len(turns)]
+            answer = expected(earlier.prompt, min(num_tokens, MAX_TURN), child % earlier.n)
+            prompt = [*earlier.prompt, *answer, *one.prompt[:4]]
+            one = one._replace(prompt=prompt[:MAX_PROMPT])
+        turns.append(one)
+    return turns
 
 
 def asked() -> st.SearchStrategy[Asked]:
@@ -66,31 +88,87 @@ def asked() -> st.SearchStrategy[Asked]:
         salt=st.sampled_from([None, None, None, "a"]),
         length_penalty=st.sampled_from([1.0, 0.0, 2.0, -0.5]),
         early_stopping=st.sampled_from([False, True, "never"]),
+        follows=st.one_of(
+            st.none(), st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(1, MAX_TURN))
+        ),
+        failure=st.one_of(st.none(), st.none(), st.integers(0, 40)),
+        resumed=st.one_of(
+            st.just(()), st.lists(st.integers(1, 30), min_size=4, max_size=4).map(tuple)
+        ),
     )
 
 
-def run(b: Any, requests: Sequence[Asked], resets: set[int]) -> None:
+def num_resumed(one: Asked, index: int) -> int:
+    """Tokens that a child of the request has when it is added: all children have some, or none has."""
+    if not one.resumed or one.is_beam_search or one.max_tokens == 1:
+        return 0
+    most = one.max_tokens if index else one.max_tokens - 1  # one child at least goes on
+    return min(one.resumed[index], most)
+
+
+def add(b: Any, request_id: str, one: Asked, expected: Expected) -> None:
+    if one.is_beam_search:
+        b.add(
+            request_id,
+            one.prompt,
+            one.max_tokens,
+            one.salt,
+            n=one.n,
+            use_beam_search=True,
+            length_penalty=one.length_penalty,
+            early_stopping=one.early_stopping,
+        )
+        return
+    resume = []
+    for index in range(one.n if num_resumed(one, 0) else 0):
+        count = num_resumed(one, index)
+        output = tuple(expected(one.prompt, count, index))
+        resume.append(ResumedSequence(output, is_finished=count == one.max_tokens))
+    b.add(request_id, one.prompt, one.max_tokens, one.salt, tuple(resume), n=one.n)
+
+
+def step_with_failures(b: Any, request_ids: set[str]) -> None:
+    """One step; rows of these requests are not finite, and what nobody else sees of them is rubbish."""
+    table, size = b.scheduler._table, b.memory.block_size
+    running = {s.seq_id: s for s in table.running if s.request.request_id in request_ids}
+    b.executor.bad_seq_ids = set(running)
+    b.step()
+    b.executor.bad_seq_ids = set()
+    for row in b.plans[-1].rows:
+        if row.seq_id not in running or not (row.num_samples or row.num_candidates):
+            continue
+        sequence = running[row.seq_id]
+        assert (sequence.request.request_id, sequence.index) in b.failed
+        names = sequence.chain.hashes
+        host = b.memory.cache.host
+        for index, block_id in enumerate(row.block_tables[0]):
+            if b.memory.pool.ref_counts[block_id]:
+                continue
+            slots = range(block_id * size, (block_id + 1) * size)
+            b.executor.slots.update((slot, NOT_FINITE) for slot in slots)
+            host_id = host._by_name.get(names[index]) if index < len(names) else None
+            if host_id is not None and host_id not in host._holds:
+                b.executor.host[host_id] = dict.fromkeys(range(size), NOT_FINITE)
+
+
+def run(b: Any, requests: Sequence[Asked], resets: set[int], expected: Expected) -> None:
     for step in range(6000):
+        if step in resets:
+            b.memory.reset_prefix_cache()
+            b.scheduler.check()
         for i, one in enumerate(requests):
             if one.arrival == step:
-                beams = {
-                    "use_beam_search": True,
-                    "length_penalty": one.length_penalty,
-                    "early_stopping": one.early_stopping,
-                }
-                params = beams if one.is_beam_search else {}
-                b.add(str(i), one.prompt, one.max_tokens, one.salt, n=one.n, **params)
+                add(b, str(i), one, expected)
             if one.abort == step and one.arrival <= step:
                 b.scheduler.abort(str(i))
+                b.scheduler.check()
             if one.child_abort is not None and not one.is_beam_search:
                 child, at = one.child_abort
                 if at == step and one.arrival <= step:
                     b.scheduler.abort_sequence(str(i), child % one.n)
-        if step in resets:
-            b.memory.reset_prefix_cache()
-        b.scheduler.check()
+                    b.scheduler.check()
         if b.scheduler.has_work:
-            b.step()
+            step_with_failures(b, {str(i) for i, one in enumerate(requests) if one.failure == step})
         elif step > max(one.arrival for one in requests):
             return
     raise AssertionError("the work never ends")
@@ -108,9 +186,12 @@ def verify(b: Any, requests: Sequence[Asked], expected: Expected, beams: Any) ->
             _verify_beams(b, str(i), one, beams, is_aborted=is_aborted)
             continue
         for index in range(one.n):
-            whole = expected(one.prompt, one.max_tokens, index)
+            whole = expected(one.prompt, one.max_tokens, index)[num_resumed(one, index) :]
             got = b.children.get((str(i), index), [])
             assert got == whole[: len(got)]
+            if (str(i), index) in b.failed:
+                assert one.failure is not None
+                continue
             child = one.child_abort
             is_cut = child is not None and child[0] % one.n == index and child[1] >= one.arrival
             if not is_cut and not is_aborted:
@@ -119,6 +200,10 @@ def verify(b: Any, requests: Sequence[Asked], expected: Expected, beams: Any) ->
 
 def _verify_beams(b: Any, name: str, one: Asked, beams: Any, *, is_aborted: bool) -> None:
     got = [b.children[name, i] for i in range(one.n) if (name, i) in b.children]
+    if (name, 0) in b.failed:
+        assert one.failure is not None
+        assert got == [[]] * one.n
+        return
     if is_aborted and not got:
         return
     wanted = beams(
@@ -134,7 +219,7 @@ def _verify_beams(b: Any, name: str, one: Asked, beams: Any, *, is_aborted: bool
 
 
 @given(
-    requests=st.lists(asked(), min_size=1, max_size=12),
+    requests=st.lists(asked(), min_size=1, max_size=8),
     block_size=st.sampled_from([1, 2, 4, 8, 16]),
     spare_blocks=st.integers(0, 12),
     budget=st.integers(1, 40),
@@ -143,6 +228,7 @@ def _verify_beams(b: Any, name: str, one: Asked, beams: Any, *, is_aborted: bool
     enable_prefix_caching=st.booleans(),
     num_host_blocks=st.sampled_from([0, 2, 8, 64]),
     preemption_mode=st.sampled_from(["swap", "recompute", "auto"]),
+    swap_rate=st.sampled_from([1.0, 2.5, 100.0]),
     resets=st.sets(st.integers(0, 40), max_size=2),
 )
 @settings(deadline=None)
@@ -159,9 +245,11 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
     enable_prefix_caching: bool,
     num_host_blocks: int,
     preemption_mode: str,
+    swap_rate: float,
     resets: set[int],
 ) -> None:
     requests = [one._replace(n=min(one.n, max_num_seqs)) for one in requests]
+    requests = conversations(requests, expected)
     b = bench(
         num_blocks=max(one.num_blocks(block_size) for one in requests) + spare_blocks,
         block_size=block_size,
@@ -171,15 +259,16 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,
         preemption_mode=preemption_mode,
+        rates=ExecutorRates(1.0, swap_rate),
     )
-    run(b, requests, resets)
+    run(b, requests, resets, expected)
     verify(b, requests, expected, expected_beams)
 
 
 def pressing_workload(random: Random, max_num_seqs: int) -> list[Asked]:
     """More work than a tiny pool holds at once, much of it beginning alike."""
     requests = []
-    for _ in range(random.randint(4, 12)):
+    for _ in range(random.randint(4, 9)):
         trunk = TRUNK[: random.choice((0, 4, 8, 16, 17, 23, 32, 40))]
         suffix = [random.randint(0, 1) for _ in range(random.randint(0, 8))]
         requests.append(
@@ -196,6 +285,13 @@ def pressing_workload(random: Random, max_num_seqs: int) -> list[Asked]:
                 salt="a" if random.random() < 0.1 else None,
                 length_penalty=random.choice((1.0, 0.0, 2.0)),
                 early_stopping=random.choice((False, True, "never")),
+                follows=(random.randint(0, 7), random.randint(0, 3), random.randint(1, MAX_TURN))
+                if random.random() < 0.5
+                else None,
+                failure=random.randint(0, 60) if random.random() < 0.1 else None,
+                resumed=tuple(random.randint(1, 20) for _ in range(4))
+                if random.random() < 0.1
+                else (),
             )
         )
     return requests
@@ -209,7 +305,7 @@ def test_a_pool_under_pressure_preempts_and_swaps_and_loses_nothing(
     random = Random(seed)
     max_num_seqs = random.randint(2, 8)
     block_size = random.choice((1, 2, 4, 5, 8, 16))
-    requests = pressing_workload(random, max_num_seqs)
+    requests = conversations(pressing_workload(random, max_num_seqs), expected)
     least = max(one.num_blocks(block_size) for one in requests)
     b = bench(
         num_blocks=least + random.randint(0, least // 4),
@@ -220,6 +316,7 @@ def test_a_pool_under_pressure_preempts_and_swaps_and_loses_nothing(
         enable_prefix_caching=random.random() < 0.7,
         num_host_blocks=random.choice((0, 4, 16, 400)),
         preemption_mode=random.choice(("swap", "swap", "recompute", "auto")),
+        rates=ExecutorRates(1.0, random.choice((1.0, 2.5, 100.0))),
     )
-    run(b, requests, {random.randint(0, 60)} if random.random() < 0.2 else set())
+    run(b, requests, {random.randint(0, 60)} if random.random() < 0.2 else set(), expected)
     verify(b, requests, expected, expected_beams)

@@ -110,6 +110,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
     (C, {"use_beam_search": True, "min_p": 0.5}, 400, "min_p"),
     (C, {"length_penalty": "1"}, 400, "length_penalty"),
     (C, {"length_penalty": True}, 400, "length_penalty"),
+    (C, {"length_penalty": -50.5}, 400, "length_penalty"),
     (C, {"early_stopping": 1}, 400, "early_stopping"),
     (X, {"early_stopping": "always"}, 400, "early_stopping"),
     (C, {"early_stopping": [True]}, 400, "early_stopping"),

@@ -84,7 +84,7 @@ def test_a_beam_search_of_one_is_greedy(llm: LLM) -> None:
 
 def test_wrong_beam_parameters_are_refused_by_name(llm: LLM) -> None:
     for wrong, param in (
-        ({"beam_width": 0}, "n"),
+        ({"beam_width": 0}, "beam_width"),
         ({"temperature": 0.5}, "temperature"),
         ({"early_stopping": "soon"}, "early_stopping"),
         ({"max_tokens": 0}, "max_tokens"),

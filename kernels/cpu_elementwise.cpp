@@ -1,0 +1,243 @@
+// Ops that treat every row, and mostly every element, by itself: embedding, norms, gates, rotary,
+// and packing rows for a product. All rows go the same way through the same instructions.
+#include <cmath>
+
+#include "cpu_ops.h"
+#include "cpu_vec.h"
+
+namespace octavo {
+namespace {
+
+// Calls `vectors(i)` for whole vectors of [0, size), then `tail(i, count)` for what remains.
+template <typename Vectors, typename Tail>
+OCTAVO_INLINE void sweep(int64_t size, Vectors vectors, Tail tail) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) vectors(i);
+  if (i < size) tail(i, int(size - i));
+}
+
+OCTAVO_INLINE void copy_row(const bf16* from, int64_t size, float* to) {
+  sweep(
+      size, [&](int64_t i) { store(to + i, load(from + i)); },
+      [&](int64_t i, int count) {
+        for (int64_t end = i + count; i < end; i++) to[i] = to_float(from[i]);
+      });
+}
+
+// residual += x
+OCTAVO_INLINE void add_row(const float* x, int64_t size, float* residual) {
+  sweep(
+      size, [&](int64_t i) { store(residual + i, load(x + i) + load(residual + i)); },
+      [&](int64_t i, int count) {
+        store_some(residual + i, load_some(x + i, count) + load_some(residual + i, count), count);
+      });
+}
+
+// Four partial sums a lane, so that additions need not wait for each other.
+OCTAVO_INLINE float sum_of_squares(const float* x, int64_t size) {
+  vfloat sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+    for (int j = 0; j < 4; j++) {
+      const vfloat v = load(x + i + j * kLanes);
+      sums[j] = fma(v, v, sums[j]);
+    }
+  for (; i < size; i += kLanes) {
+    const int64_t left = size - i;
+    const vfloat v = load_some(x + i, int(left < kLanes ? left : kLanes));
+    sums[0] = fma(v, v, sums[0]);
+  }
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+OCTAVO_INLINE void scale_row(const float* x, float scale, const float* weight, int64_t size,
+                             float* out) {
+  sweep(
+      size, [&](int64_t i) { store(out + i, load(x + i) * scale * load(weight + i)); },
+      [&](int64_t i, int count) {
+        store_some(out + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
+      });
+}
+
+OCTAVO_INLINE vfloat silu(vfloat x) { return x / (1.0f + vexp(-x)); }
+
+// x / 2 * (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3)
+OCTAVO_INLINE vfloat gelu(vfloat x) {
+  const vfloat twice_u = x * (1.59576912160573f + 0.0713548162726009f * x * x);
+  return x / (1.0f + vexp(-twice_u));
+}
+
+template <typename Activation>
+OCTAVO_INLINE void gate_row(const float* x, const float* up, int64_t size, float* out,
+                            Activation activation) {
+  sweep(
+      size, [&](int64_t i) { store(out + i, activation(load(x + i)) * load(up + i)); },
+      [&](int64_t i, int count) {
+        store_some(out + i, activation(load_some(x + i, count)) * load_some(up + i, count), count);
+      });
+}
+
+OCTAVO_INLINE void rotate_head(float* first, float* second, const float* cos, const float* sin,
+                               int64_t half) {
+  sweep(
+      half,
+      [&](int64_t i) {
+        const vfloat a = load(first + i), b = load(second + i);
+        const vfloat c = load(cos + i), s = load(sin + i);
+        store(first + i, a * c - b * s);
+        store(second + i, b * c + a * s);
+      },
+      [&](int64_t i, int count) {
+        const vfloat a = load_some(first + i, count), b = load_some(second + i, count);
+        const vfloat c = load_some(cos + i, count), s = load_some(sin + i, count);
+        store_some(first + i, a * c - b * s, count);
+        store_some(second + i, b * c + a * s, count);
+      });
+}
+
+OCTAVO_INLINE void pack_bf16_row(const float* x, int64_t size, int64_t padded, bf16* out) {
+  sweep(
+      size, [&](int64_t i) { store(out + i, load(x + i)); },
+      [&](int64_t i, int count) {
+        bf16 last[kLanes];
+        store(last, load_some(x + i, count));
+        std::memcpy(out + i, last, count * sizeof(bf16));
+      });
+  std::memset(out + size, 0, (padded - size) * sizeof(bf16));
+}
+
+constexpr int kGroupVectors = kGroup / kLanes;
+
+// Largest magnitude of a group, as its bits: these order as the numbers do, NaN above infinity.
+OCTAVO_INLINE int32_t largest_bits(const vfloat* x) {
+  vint most{};
+  for (int j = 0; j < kGroupVectors; j++) {
+    const vint bits = (vint)x[j] & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  int32_t lanes[kLanes], result = 0;
+  std::memcpy(lanes, &most, sizeof lanes);
+  for (int i = 0; i < kLanes; i++) result = lanes[i] > result ? lanes[i] : result;
+  return result;
+}
+
+// Nearest integer, ties to even, for |x| < 2^22: past 1.5 * 2^23 a float has no fraction bits.
+OCTAVO_INLINE vint round_even(vfloat x) {
+  const float shift = 12582912.0f;
+  return (vint)(x + shift) - (vint)splat(shift);
+}
+
+// Packs the `count` values at x, and zeros after them.
+OCTAVO_INLINE void pack_int8_group(const float* x, int64_t count, int8_t* q, float* scale,
+                                   float* scaled_sum) {
+  vfloat values[kGroupVectors] = {};
+  std::memcpy(values, x, count * sizeof(float));
+  const int32_t bits = largest_bits(values);
+  float most;
+  std::memcpy(&most, &bits, sizeof most);
+  const float unit = most / 127.0f;
+  if (!(unit > 0.0f && most < INFINITY)) {
+    *scale = *scaled_sum = most < INFINITY ? 0.0f : NAN;
+    std::memset(q, 0, kGroup);
+    return;
+  }
+  vint total{};
+  for (int j = 0; j < kGroupVectors; j++) {
+    // A unit that is denormal is inexact: then a quotient may pass 127.
+    const vfloat quotient = vmin(vmax(values[j] / unit, splat(-127.0f)), splat(127.0f));
+    const vint rounded = round_even(quotient);
+    total += rounded;
+    typedef int8_t narrow __attribute__((vector_size(kLanes)));
+    const narrow bytes = __builtin_convertvector(rounded, narrow);
+    std::memcpy(q + j * kLanes, &bytes, sizeof bytes);
+  }
+  int32_t lanes[kLanes], sum_q = 0;
+  std::memcpy(lanes, &total, sizeof lanes);
+  for (int i = 0; i < kLanes; i++) sum_q += lanes[i];
+  *scale = unit;
+  *scaled_sum = unit * float(sum_q);
+}
+
+void pack_int8_row(const float* x, int64_t size, int8_t* q, float* scales, float* sums) {
+  for (int64_t group = 0; group * kGroup < size; group++) {
+    const int64_t at = group * kGroup, left = size - at;
+    pack_int8_group(x + at, left < kGroup ? left : kGroup, q + at, scales + group, sums + group);
+  }
+}
+
+}  // namespace
+
+void embed_part(const EmbedArgs& a, const Team& team) {
+  int64_t begin, end;
+  team.share(*a.num_tokens, &begin, &end);
+  for (int64_t token = begin; token < end; token++) {
+    const int64_t at = a.token_ids[token] * a.hidden;
+    float* out = a.out + token * a.out_stride;
+    if (a.dtype == kBfloat16)
+      copy_row(static_cast<const bf16*>(a.table) + at, a.hidden, out);
+    else
+      std::memcpy(out, static_cast<const float*>(a.table) + at, a.hidden * sizeof(float));
+  }
+}
+
+void rms_norm_part(const RmsNormArgs& a, const Team& team) {
+  int64_t begin, end;
+  team.share(*a.num_tokens, &begin, &end);
+  for (int64_t token = begin; token < end; token++) {
+    const float* x = a.x + token * a.x_stride;
+    if (a.residual) {
+      float* residual = a.residual + token * a.residual_stride;
+      add_row(x, a.size, residual);
+      x = residual;
+    }
+    const float mean = sum_of_squares(x, a.size) / float(a.size);
+    scale_row(x, 1.0f / std::sqrt(mean + a.eps), a.weight, a.size, a.out + token * a.out_stride);
+  }
+}
+
+// Pieces of a row as well as rows: a decode step of one row has enough work for several threads.
+void gate_part(const GateArgs& a, const Team& team) {
+  constexpr int64_t kPiece = 512;
+  const int64_t pieces = (a.size + kPiece - 1) / kPiece;
+  int64_t begin, end;
+  team.share(*a.num_tokens * pieces, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t token = i / pieces, at = i % pieces * kPiece, left = a.size - at;
+    const int64_t size = left < kPiece ? left : kPiece;
+    const float* x = a.x + token * a.x_stride + at;
+    float* out = a.out + token * a.out_stride + at;
+    if (a.kind == kGelu)
+      gate_row(x, x + a.size, size, out, [](vfloat v) { return gelu(v); });
+    else
+      gate_row(x, x + a.size, size, out, [](vfloat v) { return silu(v); });
+  }
+}
+
+void rotary_part(const RotaryArgs& a, const Team& team) {
+  const int64_t half = a.rotary_dim / 2;
+  int64_t begin, end;
+  team.share(*a.num_tokens * a.num_heads, &begin, &end);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t token = i / a.num_heads, head = i % a.num_heads;
+    float* first = a.heads + token * a.token_stride + head * a.head_stride;
+    const float* cos = a.cos_sin + a.positions[token] * a.rotary_dim;
+    rotate_head(first, first + half, cos, cos + half, half);
+  }
+}
+
+void pack_rows_part(const PackRowsArgs& a, const Team& team) {
+  const PackedRows layout(a.kind, a.capacity, a.size);
+  int64_t begin, end;
+  team.share(*a.num_tokens, &begin, &end);
+  for (int64_t token = begin; token < end; token++) {
+    const float* x = a.x + token * a.x_stride;
+    if (a.kind == kRowsInt8)
+      pack_int8_row(x, a.size, const_cast<int8_t*>(layout.int8_row(a.out, token)),
+                    const_cast<float*>(layout.scale_row(a.out, token)),
+                    const_cast<float*>(layout.sum_row(a.out, token)));
+    else
+      pack_bf16_row(x, a.size, layout.padded, const_cast<bf16*>(layout.bf16_row(a.out, token)));
+  }
+}
+
+}  // namespace octavo

@@ -1,0 +1,223 @@
+// Every op of the native op set: its arguments, and the function that does one thread's part of it.
+//
+// An Args struct is plain C, mirrored field by field in cpu_structs.py. `num_tokens` and the other
+// pointers to a single number are live cells: a recorded program reads them anew each time it runs.
+// Strides count elements. Activations are float32; what an op reads and writes must not overlap
+// unless its comment says so. `<op>_part` is called by every thread of a team; see cpu_team.h.
+//
+// A row's result is bit-equal whatever the other rows are, how many, and how many threads share
+// them.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_team.h"
+
+namespace octavo {
+
+// ---- elementwise (cpu_elementwise.cpp) ----------------------------------------------------------
+
+enum FloatType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
+
+// Rows of an embedding table, as float32.
+struct EmbedArgs {
+  const int64_t* num_tokens;
+  const int64_t* token_ids;  // [num_tokens]
+  const void* table;         // [vocab_size, hidden] of `dtype`
+  int64_t dtype;             // FloatType
+  int64_t hidden;
+  float* out;  // [num_tokens, hidden]
+  int64_t out_stride;
+};
+void embed_part(const EmbedArgs& a, const Team& team);
+
+// x / sqrt(mean(x^2) + eps) * weight. `out` may be x.
+struct RmsNormArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  float* residual;  // [num_tokens, size] or null; else x is added to it, and the norm is of the sum
+  int64_t residual_stride;
+  const float* weight;  // [size]
+  float eps;
+  int64_t size;
+  float* out;  // [num_tokens, size]
+  int64_t out_stride;
+};
+void rms_norm_part(const RmsNormArgs& a, const Team& team);
+
+enum GateKind : int64_t { kSilu = 0, kGelu = 1 };  // gelu: the tanh approximation
+
+// activation(x[:, :size]) * x[:, size:]
+struct GateArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, 2 * size]
+  int64_t x_stride;
+  int64_t size;
+  int64_t kind;  // GateKind
+  float* out;    // [num_tokens, size]
+  int64_t out_stride;
+};
+void gate_part(const GateArgs& a, const Team& team);
+
+// Rotates the first `rotary_dim` of every head in place, in halves (NeoX): element i goes with
+// element i + rotary_dim / 2.
+struct RotaryArgs {
+  const int64_t* num_tokens;
+  float* heads;  // [num_tokens, num_heads, head_dim]
+  int64_t token_stride;
+  int64_t head_stride;
+  int64_t num_heads;
+  int64_t head_dim;
+  int64_t rotary_dim;        // even, at most head_dim
+  const int64_t* positions;  // [num_tokens]
+  const float* cos_sin;      // [max_position, rotary_dim]: cosines, then sines
+};
+void rotary_part(const RotaryArgs& a, const Team& team);
+
+// ---- KV cache and attention (cpu_attention.cpp) -------------------------------------------------
+
+// Writes keys and values to their slots, and nothing else: what a block held before stays in its other slots, which
+// attention never lets a token see.
+struct StoreKVArgs {
+  const int64_t* num_tokens;
+  const float* k;  // [num_tokens, num_kv_heads, head_dim]
+  const float* v;
+  int64_t token_stride;  // of k and of v
+  int64_t head_stride;
+  const int64_t* slots;  // [num_tokens]; -1: skip
+  void* key;             // the layer's cache, in the layout that cpu_attention.cpp describes
+  void* value;
+  int64_t dtype;  // FloatType, of the cache
+  int64_t block_size;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+};
+void store_kv_part(const StoreKVArgs& a, const Team& team);
+
+// Causal grouped-query attention of a flat batch of rows over paged keys and values.
+struct AttentionArgs {
+  const int64_t* num_rows;
+  const int32_t* query_start_loc;  // [num_rows + 1]
+  const int32_t* seq_lens;         // [num_rows]
+  const int32_t* block_tables;     // [num_rows, table_stride]
+  const int64_t* table_stride;     // a live cell
+  const float* q;                  // [num_tokens, num_q_heads, head_dim]
+  int64_t q_token_stride;
+  int64_t q_head_stride;
+  const void* key;
+  const void* value;
+  int64_t dtype;  // FloatType, of the cache
+  int64_t block_size;
+  int64_t num_q_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  float scale;
+  int64_t window;  // 0: none
+  float soft_cap;  // 0: none
+  float* out;      // [num_tokens, num_q_heads, head_dim], heads contiguous
+  int64_t out_stride;
+};
+void attention_part(const AttentionArgs& a, const Team& team);
+
+// ---- products (cpu_linear.cpp) ------------------------------------------------------------------
+
+enum RowKind : int64_t { kRowsFloat32 = 0, kRowsBfloat16 = 1, kRowsInt8 = 2 };
+
+// Prepares activations for a product.
+struct PackRowsArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  int64_t size;      // in_features of the product
+  int64_t kind;      // RowKind, kRowsBfloat16 or kRowsInt8
+  int64_t capacity;  // most rows that `out` has room for: places the sections below
+  void* out;         // aligned to 64 bytes
+};
+void pack_rows_part(const PackRowsArgs& a, const Team& team);
+
+// What `PackRowsArgs::out` holds; rows are padded with zeros to `padded`, a multiple of kGroup.
+//   kRowsBfloat16:  bf16 [capacity][padded]
+//   kRowsInt8:      s8 [capacity][padded], then float scale [capacity][groups], then float
+//                   scaled_sum [capacity][groups]; each begins at a multiple of 64 bytes.
+// A group of 32 values x is q = round(x / scale), ties to even, with scale = largest |x| / 127 and
+// scaled_sum = scale * sum(q). A group that holds NaN or infinity has q = 0, and NaN for its
+// scale and scaled_sum.
+constexpr int64_t kGroup = 32;
+
+struct PackedRows {
+  int64_t padded;  // elements of a row
+  int64_t groups;  // padded / kGroup
+  int64_t scales_at, sums_at, bytes;  // offsets from the beginning; int8 only, and the whole size
+
+  PackedRows(int64_t kind, int64_t capacity, int64_t size)
+      : padded((size + kGroup - 1) / kGroup * kGroup), groups(padded / kGroup) {
+    const int64_t values = align(capacity * padded * (kind == kRowsInt8 ? 1 : 2));
+    const int64_t floats = kind == kRowsInt8 ? align(capacity * groups * 4) : 0;
+    scales_at = values;
+    sums_at = values + floats;
+    bytes = values + 2 * floats;
+  }
+
+  const uint16_t* bf16_row(const void* rows, int64_t row) const {
+    return static_cast<const uint16_t*>(rows) + row * padded;
+  }
+  const int8_t* int8_row(const void* rows, int64_t row) const {
+    return static_cast<const int8_t*>(rows) + row * padded;
+  }
+  const float* scale_row(const void* rows, int64_t row) const {
+    const char* at = static_cast<const char*>(rows) + scales_at;
+    return reinterpret_cast<const float*>(at) + row * groups;
+  }
+  const float* sum_row(const void* rows, int64_t row) const {
+    const char* at = static_cast<const char*>(rows) + sums_at;
+    return reinterpret_cast<const float*>(at) + row * groups;
+  }
+
+ private:
+  static int64_t align(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+};
+
+enum WeightKind : int64_t {
+  kWeightFloat32 = 0,
+  kWeightBfloat16 = 1,
+  kWeightQ4_0 = 2,  // GGUF's blocks of 32 along in_features
+  kWeightQ4_1 = 3,
+  kWeightQ8_0 = 4,
+};
+
+// x times a packed weight, plus a bias.
+struct LinearArgs {
+  const int64_t* num_tokens;
+  const void* x;     // float32 [num_tokens, in_features] for kWeightFloat32, else PackedRows
+  int64_t x_stride;  // of float32 rows
+  int64_t capacity;  // as in the PackRowsArgs that wrote x
+  const void* weight;
+  int64_t kind;  // WeightKind
+  int64_t in_features;
+  int64_t out_features;
+  const float* bias;  // [out_features] or null
+  float* out;         // [num_tokens, out_features]
+  int64_t out_stride;
+};
+void linear_part(const LinearArgs& a, const Team& team);
+
+// ---- sampling (cpu_sampling.cpp) ----------------------------------------------------------------
+
+// Draws one token per row; see Ops.sample.
+struct SampleArgs {
+  const int64_t* num_rows;
+  const float* logits;  // [num_rows, vocab_size]
+  int64_t logits_stride;
+  int64_t vocab_size;
+  const float* temperature;  // [num_rows]; 0: greedy
+  const int64_t* top_k;      // 0: off
+  const float* top_p;        // 1: off
+  const float* min_p;        // 0: off
+  const int64_t* seed;
+  const int64_t* position;
+  int64_t* out;  // [num_rows]
+};
+void sample_part(const SampleArgs& a, const Team& team);
+
+}  // namespace octavo

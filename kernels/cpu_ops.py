@@ -1,0 +1,395 @@
+"""The native op set for CPUs: thin calls into the C++ of ``cpu_*.cpp``.
+
+Activations are float32 whatever the weights are; keys and values have the model's type. A row's results are
+bit-equal in any company. Must not decide anything about numbers: what an op computes is said in ``ops.py``
+and in the sources.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .cpu_linear import PackedWeight, WeightKind, pack_gguf_weight, pack_weight
+from .cpu_recording import Capacity, Cells, Recording, needed_capacity
+from .cpu_structs import (
+    Args,
+    AttentionArgs,
+    EmbedArgs,
+    GateArgs,
+    Instruction,
+    LinearArgs,
+    PackRowsArgs,
+    RmsNormArgs,
+    RotaryArgs,
+    SampleArgs,
+    StoreKVArgs,
+    program,
+)
+from .kv_store import move_blocks, untouched_zeros
+from .ops import (
+    AttentionMetadata,
+    Forward,
+    KVCacheSpec,
+    LayerKVCache,
+    QuantizedRows,
+    SamplingTensors,
+)
+
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+SILU, GELU = 0, 1
+
+
+class CpuOps:
+    """Implements :class:`~.ops.Ops`; see there for every contract.
+
+    Args:
+        library: from :func:`~.cpu_build.load_library`.
+    """
+
+    name = "cpu"
+    quantized_types = frozenset({"Q4_0", "Q4_1", "Q8_0"})
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._cells = Cells()
+        self._recording: Recording | None = None
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def pack_linear(
+        self, weight: Tensor | QuantizedRows, bias: Tensor | None = None
+    ) -> PackedWeight:
+        if isinstance(weight, QuantizedRows):
+            return pack_gguf_weight(self._library, weight.blocks, WeightKind[weight.type], bias)
+        return pack_weight(self._library, weight, bias)
+
+    def pack_head(self, weight: Tensor | QuantizedRows) -> PackedWeight:
+        return self.pack_linear(weight)
+
+    def pack_vector(self, vector: Tensor) -> Tensor:
+        return vector.float().contiguous()
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        out = self._empty((len(token_ids), table.shape[1]))
+        self._do(
+            EmbedArgs(
+                num_tokens=self._tokens(token_ids),
+                token_ids=token_ids.data_ptr(),
+                table=table.data_ptr(),
+                dtype=FLOAT_TYPES[table.dtype],
+                hidden=table.shape[1],
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
+    def linear(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        capacity, tokens = x.shape[0], self._tokens(x)
+        out = self._empty((capacity, packed.out_features))
+        address, stride, rows = _rows(x), x.stride(0), None
+        if packed.row_kind is not None:
+            rows = self._empty((self._packed_rows_size(packed, capacity),), torch.uint8)
+            self._do(
+                PackRowsArgs(
+                    num_tokens=tokens,
+                    x=address,
+                    x_stride=stride,
+                    size=packed.in_features,
+                    kind=packed.row_kind,
+                    capacity=capacity,
+                    out=rows.data_ptr(),
+                )
+            )
+            address, stride = rows.data_ptr(), 0
+        self._do(
+            LinearArgs(
+                num_tokens=tokens,
+                x=address,
+                x_stride=stride,
+                capacity=capacity,
+                weight=packed.data.data_ptr(),
+                kind=packed.kind,
+                in_features=packed.in_features,
+                out_features=packed.out_features,
+                bias=None if packed.bias is None else packed.bias.data_ptr(),
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
+    def _packed_rows_size(self, packed: PackedWeight, capacity: int) -> int:
+        size: int = self._library.octavo_packed_rows_size(
+            packed.row_kind, capacity, packed.in_features
+        )
+        return size
+
+    def logits(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        return self.linear(x, packed)
+
+    # --- elementwise ---------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._norm(x, residual, weight, eps), residual
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = self._empty(x.shape)
+        self._do(
+            RmsNormArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                residual=None if residual is None else _rows(residual),
+                residual_stride=0 if residual is None else residual.stride(0),
+                weight=weight.data_ptr(),
+                eps=eps,
+                size=x.shape[1],
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return self._gate(x, SILU)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        return self._gate(x, GELU)
+
+    def _gate(self, x: Tensor, kind: int) -> Tensor:
+        out = self._empty((x.shape[0], x.shape[1] // 2))
+        self._do(
+            GateArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                size=out.shape[1],
+                kind=kind,
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        for heads, num_heads in _joined(q, k):
+            self._do(
+                RotaryArgs(
+                    num_tokens=self._tokens(q),
+                    heads=_rows(heads),
+                    token_stride=heads.stride(0),
+                    head_stride=heads.stride(1),
+                    num_heads=num_heads,
+                    head_dim=heads.shape[2],
+                    rotary_dim=cos_sin.shape[1],
+                    positions=positions.data_ptr(),
+                    cos_sin=cos_sin.data_ptr(),
+                )
+            )
+        return q, k
+
+    # --- KV cache and attention ----------------------------------------------------------------
+
+    def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
+        """Keys ``[num_blocks, num_kv_heads, key_steps, block_size, per_word]``, values ``[num_blocks,
+        num_kv_heads, value_steps, head_dim, per_word]``; see cpu_kv.h."""
+        per_word = 4 // spec.dtype.itemsize
+        heads, size, dim = spec.num_kv_heads, spec.block_size, spec.head_dim
+        key_shape = (spec.num_blocks, heads, -(-dim // per_word), size, per_word)
+        value_shape = (spec.num_blocks, heads, -(-size // per_word), dim, per_word)
+        return LayerKVCache(
+            untouched_zeros(key_shape, spec.dtype), untouched_zeros(value_shape, spec.dtype)
+        )
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        if k.stride() != v.stride():
+            k, v = k.contiguous(), v.contiguous()
+        self._do(
+            StoreKVArgs(
+                num_tokens=self._tokens(k),
+                k=_rows(k),
+                v=_rows(v),
+                token_stride=k.stride(0),
+                head_stride=k.stride(1),
+                slots=slot_mapping.data_ptr(),
+                key=cache.key.data_ptr(),
+                value=cache.value.data_ptr(),
+                dtype=FLOAT_TYPES[cache.key.dtype],
+                block_size=cache.key.shape[3],
+                num_kv_heads=cache.key.shape[1],
+                head_dim=cache.value.shape[3],
+            )
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        out = self._empty(q.shape)
+        cells = self._rows_of(metadata)
+        self._do(
+            AttentionArgs(
+                num_rows=cells.num_rows,
+                query_start_loc=metadata.query_start_loc.data_ptr(),
+                seq_lens=metadata.seq_lens.data_ptr(),
+                block_tables=metadata.block_tables.data_ptr(),
+                table_stride=cells.table_stride,
+                q=_rows(q),
+                q_token_stride=q.stride(0),
+                q_head_stride=q.stride(1),
+                key=cache.key.data_ptr(),
+                value=cache.value.data_ptr(),
+                dtype=FLOAT_TYPES[cache.key.dtype],
+                block_size=cache.key.shape[3],
+                num_q_heads=q.shape[1],
+                num_kv_heads=cache.key.shape[1],
+                head_dim=q.shape[2],
+                scale=scale,
+                window=window or 0,
+                soft_cap=soft_cap or 0.0,
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
+    def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:
+        for cache in caches:
+            for tensor in cache:
+                move_blocks(tensor, tensor, src, dst)
+
+    def swap_blocks(
+        self,
+        src_caches: Sequence[LayerKVCache],
+        dst_caches: Sequence[LayerKVCache],
+        src: Tensor,
+        dst: Tensor,
+    ) -> None:
+        for source_cache, target_cache in zip(src_caches, dst_caches, strict=True):
+            for source, target in zip(source_cache, target_cache, strict=True):
+                move_blocks(source, target, src, dst)
+
+    # --- logits --------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        out = torch.empty(len(logits), dtype=torch.int64)
+        self._cells.set(0, len(logits))
+        self._do(
+            SampleArgs(
+                num_rows=self._cells.num_rows,
+                logits=_rows(logits),
+                logits_stride=logits.stride(0),
+                vocab_size=logits.shape[1],
+                temperature=params.temperature.data_ptr(),
+                top_k=params.top_k.data_ptr(),
+                top_p=params.top_p.data_ptr(),
+                min_p=params.min_p.data_ptr(),
+                seed=params.seed.data_ptr(),
+                position=params.position.data_ptr(),
+                out=out.data_ptr(),
+            )
+        )
+        return out
+
+    # --- running and recording -----------------------------------------------------------------
+
+    def record_step(self, forward: Forward) -> Forward:
+        """``forward``, with all of a step's ops in one native call.
+
+        It is called when a step has more tokens, rows or blocks than any before, to record its ops anew;
+        they must depend on nothing but the arguments' sizes.
+        """
+        return _RecordedStep(self, forward)
+
+    def record(self, forward: Forward, capacity: Capacity) -> Recording:
+        """Call ``forward`` with room for ``capacity``; its ops are noted and not run."""
+        recording = Recording(capacity)
+        self._recording = recording
+        try:
+            hidden = forward(recording.token_ids, recording.positions, recording.metadata)
+        finally:
+            self._recording = None
+        recording.finish(hidden)
+        return recording
+
+    def run(self, instructions: ctypes.Array[Instruction]) -> None:
+        """Run a program on as many threads as torch uses."""
+        address, count = ctypes.addressof(instructions), len(instructions)
+        self._library.octavo_run(address, count, torch.get_num_threads())
+
+    def _do(self, args: Args) -> None:
+        if self._recording is not None:
+            self._recording.steps.append(args)
+        else:
+            self.run(program([args]))
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        if self._recording is not None:
+            return self._recording.arena.empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def _tokens(self, x: Tensor) -> int:
+        """Address of the number of tokens, those of ``x``."""
+        if self._recording is not None:
+            return self._recording.cells.num_tokens
+        self._cells.set(x.shape[0])
+        return self._cells.num_tokens
+
+    def _rows_of(self, metadata: AttentionMetadata) -> Cells:
+        if self._recording is not None:
+            return self._recording.cells
+        tables = metadata.block_tables
+        self._cells.set(0, len(metadata.seq_lens), tables.stride(0))
+        return self._cells
+
+
+class _RecordedStep:
+    """Records when a step needs more room than there is, replays otherwise."""
+
+    def __init__(self, ops: CpuOps, forward: Forward) -> None:
+        self._ops = ops
+        self._forward = forward
+        self._recording: Recording | None = None
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        needed = needed_capacity(token_ids, metadata)
+        recording = self._recording
+        if recording is None or not recording.capacity.holds(needed):
+            known = Capacity(0, 0, 0) if recording is None else recording.capacity
+            recording = self._recording = self._ops.record(self._forward, known.grown(needed))
+        return recording.replay(token_ids, positions, metadata, self._ops.run)
+
+
+def _rows(x: Tensor) -> int:
+    """Address of a tensor whose innermost dimension is contiguous."""
+    if x.stride(-1) != 1 or x.dtype != torch.float32:
+        raise ValueError(f"native ops need float32 rows, not {x.dtype} with strides {x.stride()}")
+    return x.data_ptr()
+
+
+def _joined(q: Tensor, k: Tensor) -> list[tuple[Tensor, int]]:
+    """Heads to rotate, as one tensor where k follows q in memory."""
+    num_q_heads, num_k_heads = q.shape[1], k.shape[1]
+    is_adjacent = (
+        q.stride() == k.stride()
+        and k.data_ptr() == q.data_ptr() + num_q_heads * q.stride(1) * q.element_size()
+    )
+    return [(q, num_q_heads + num_k_heads)] if is_adjacent else [(q, num_q_heads), (k, num_k_heads)]

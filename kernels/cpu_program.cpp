@@ -1,0 +1,213 @@
+// Runs programs. See cpu_program.h.
+#include "cpu_program.h"
+
+#include <omp.h>
+
+#include <atomic>
+#include <cstddef>
+
+#include "cpu_ops.h"
+
+namespace octavo {
+namespace {
+
+// On a cache line of its own: all threads write it.
+struct alignas(64) Counter {
+  std::atomic<int64_t> next{0};
+};
+
+template <typename Args>
+const Args& as(const void* args) {
+  return *static_cast<const Args*>(args);
+}
+
+void run_part(const Instruction& step, const Team& team) {
+  switch (step.kind) {
+    case kEmbed:
+      return embed_part(as<EmbedArgs>(step.args), team);
+    case kRmsNorm:
+      return rms_norm_part(as<RmsNormArgs>(step.args), team);
+    case kGate:
+      return gate_part(as<GateArgs>(step.args), team);
+    case kRotary:
+      return rotary_part(as<RotaryArgs>(step.args), team);
+    case kStoreKV:
+      return store_kv_part(as<StoreKVArgs>(step.args), team);
+    case kAttention:
+      return attention_part(as<AttentionArgs>(step.args), team);
+    case kPackRows:
+      return pack_rows_part(as<PackRowsArgs>(step.args), team);
+    case kLinear:
+      return linear_part(as<LinearArgs>(step.args), team);
+    case kSample:
+      return sample_part(as<SampleArgs>(step.args), team);
+  }
+}
+
+// Two counters take turns. While one op uses one of them, nobody touches the other: it belonged to
+// the op before, which all threads have left, and belongs to the op after, which none enters before
+// the barrier. So one thread zeroes it in between, and one barrier between two ops is enough.
+void run_share(const Instruction* program, int64_t count, Counter* counters) {
+  const int64_t rank = omp_get_thread_num(), size = omp_get_num_threads();
+  for (int64_t i = 0; i < count; i++) {
+    if (i > 0) {
+#pragma omp barrier
+    }
+    if (rank == 0) counters[(i + 1) % 2].next.store(0, std::memory_order_relaxed);
+    run_part(program[i], Team{rank, size, &counters[i % 2].next});
+  }
+}
+
+#define FIELD(type, name) \
+  { #type "." #name, offsetof(type, name), sizeof(type::name) }
+#define STRUCT(type) \
+  { #type, 0, sizeof(type) }
+#define KIND(name) \
+  { "OpKind." #name, name, 0 }
+
+const LayoutEntry kLayout[] = {
+    KIND(kEmbed),
+    KIND(kRmsNorm),
+    KIND(kGate),
+    KIND(kRotary),
+    KIND(kStoreKV),
+    KIND(kAttention),
+    KIND(kPackRows),
+    KIND(kLinear),
+    KIND(kSample),
+
+    STRUCT(Instruction),
+    FIELD(Instruction, kind),
+    FIELD(Instruction, args),
+
+    STRUCT(EmbedArgs),
+    FIELD(EmbedArgs, num_tokens),
+    FIELD(EmbedArgs, token_ids),
+    FIELD(EmbedArgs, table),
+    FIELD(EmbedArgs, dtype),
+    FIELD(EmbedArgs, hidden),
+    FIELD(EmbedArgs, out),
+    FIELD(EmbedArgs, out_stride),
+
+    STRUCT(RmsNormArgs),
+    FIELD(RmsNormArgs, num_tokens),
+    FIELD(RmsNormArgs, x),
+    FIELD(RmsNormArgs, x_stride),
+    FIELD(RmsNormArgs, residual),
+    FIELD(RmsNormArgs, residual_stride),
+    FIELD(RmsNormArgs, weight),
+    FIELD(RmsNormArgs, eps),
+    FIELD(RmsNormArgs, size),
+    FIELD(RmsNormArgs, out),
+    FIELD(RmsNormArgs, out_stride),
+
+    STRUCT(GateArgs),
+    FIELD(GateArgs, num_tokens),
+    FIELD(GateArgs, x),
+    FIELD(GateArgs, x_stride),
+    FIELD(GateArgs, size),
+    FIELD(GateArgs, kind),
+    FIELD(GateArgs, out),
+    FIELD(GateArgs, out_stride),
+
+    STRUCT(RotaryArgs),
+    FIELD(RotaryArgs, num_tokens),
+    FIELD(RotaryArgs, heads),
+    FIELD(RotaryArgs, token_stride),
+    FIELD(RotaryArgs, head_stride),
+    FIELD(RotaryArgs, num_heads),
+    FIELD(RotaryArgs, head_dim),
+    FIELD(RotaryArgs, rotary_dim),
+    FIELD(RotaryArgs, positions),
+    FIELD(RotaryArgs, cos_sin),
+
+    STRUCT(StoreKVArgs),
+    FIELD(StoreKVArgs, num_tokens),
+    FIELD(StoreKVArgs, k),
+    FIELD(StoreKVArgs, v),
+    FIELD(StoreKVArgs, token_stride),
+    FIELD(StoreKVArgs, head_stride),
+    FIELD(StoreKVArgs, slots),
+    FIELD(StoreKVArgs, key),
+    FIELD(StoreKVArgs, value),
+    FIELD(StoreKVArgs, dtype),
+    FIELD(StoreKVArgs, block_size),
+    FIELD(StoreKVArgs, num_kv_heads),
+    FIELD(StoreKVArgs, head_dim),
+
+    STRUCT(AttentionArgs),
+    FIELD(AttentionArgs, num_rows),
+    FIELD(AttentionArgs, query_start_loc),
+    FIELD(AttentionArgs, seq_lens),
+    FIELD(AttentionArgs, block_tables),
+    FIELD(AttentionArgs, table_stride),
+    FIELD(AttentionArgs, q),
+    FIELD(AttentionArgs, q_token_stride),
+    FIELD(AttentionArgs, q_head_stride),
+    FIELD(AttentionArgs, key),
+    FIELD(AttentionArgs, value),
+    FIELD(AttentionArgs, dtype),
+    FIELD(AttentionArgs, block_size),
+    FIELD(AttentionArgs, num_q_heads),
+    FIELD(AttentionArgs, num_kv_heads),
+    FIELD(AttentionArgs, head_dim),
+    FIELD(AttentionArgs, scale),
+    FIELD(AttentionArgs, window),
+    FIELD(AttentionArgs, soft_cap),
+    FIELD(AttentionArgs, out),
+    FIELD(AttentionArgs, out_stride),
+
+    STRUCT(PackRowsArgs),
+    FIELD(PackRowsArgs, num_tokens),
+    FIELD(PackRowsArgs, x),
+    FIELD(PackRowsArgs, x_stride),
+    FIELD(PackRowsArgs, size),
+    FIELD(PackRowsArgs, kind),
+    FIELD(PackRowsArgs, capacity),
+    FIELD(PackRowsArgs, out),
+
+    STRUCT(LinearArgs),
+    FIELD(LinearArgs, num_tokens),
+    FIELD(LinearArgs, x),
+    FIELD(LinearArgs, x_stride),
+    FIELD(LinearArgs, capacity),
+    FIELD(LinearArgs, weight),
+    FIELD(LinearArgs, kind),
+    FIELD(LinearArgs, in_features),
+    FIELD(LinearArgs, out_features),
+    FIELD(LinearArgs, bias),
+    FIELD(LinearArgs, out),
+    FIELD(LinearArgs, out_stride),
+
+    STRUCT(SampleArgs),
+    FIELD(SampleArgs, num_rows),
+    FIELD(SampleArgs, logits),
+    FIELD(SampleArgs, logits_stride),
+    FIELD(SampleArgs, vocab_size),
+    FIELD(SampleArgs, temperature),
+    FIELD(SampleArgs, top_k),
+    FIELD(SampleArgs, top_p),
+    FIELD(SampleArgs, min_p),
+    FIELD(SampleArgs, seed),
+    FIELD(SampleArgs, position),
+    FIELD(SampleArgs, out),
+};
+
+}  // namespace
+}  // namespace octavo
+
+void octavo_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
+  octavo::Counter counters[2];
+  const int size = num_threads < 1 ? 1 : int(num_threads);
+#pragma omp parallel num_threads(size)
+  octavo::run_share(program, count, counters);
+}
+
+int64_t octavo_layout(const octavo::LayoutEntry** entries) {
+  *entries = octavo::kLayout;
+  return sizeof octavo::kLayout / sizeof octavo::kLayout[0];
+}
+
+int64_t octavo_packed_rows_size(int64_t kind, int64_t capacity, int64_t size) {
+  return octavo::PackedRows(kind, capacity, size).bytes;
+}

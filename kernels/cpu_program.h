@@ -1,0 +1,49 @@
+// A program: ops in the order in which they run, each with the address of its arguments.
+//
+// One call runs all of it in one parallel region, with a barrier between two ops. Nothing is kept
+// between calls, and several threads may run programs at once.
+#pragma once
+
+#include <cstdint>
+
+#define OCTAVO_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace octavo {
+
+// Mirrored by cpu_structs.py's OpKind.
+enum OpKind : int64_t {
+  kEmbed = 0,
+  kRmsNorm = 1,
+  kGate = 2,
+  kRotary = 3,
+  kStoreKV = 4,
+  kAttention = 5,
+  kPackRows = 6,
+  kLinear = 7,
+  kSample = 8,
+};
+
+struct Instruction {
+  int64_t kind;      // OpKind
+  const void* args;  // that op's Args
+};
+
+// One line of the table that Python's mirrors are compared with: a field ("EmbedArgs.table", its
+// offset and size), a struct ("EmbedArgs", 0, its size) or a kind ("OpKind.kEmbed", its number, 0).
+struct LayoutEntry {
+  const char* name;
+  int64_t offset;
+  int64_t size;
+};
+
+}  // namespace octavo
+
+// Runs `count` instructions on `num_threads` threads, or as many as the OpenMP runtime grants.
+OCTAVO_EXPORT void octavo_run(const octavo::Instruction* program, int64_t count,
+                              int64_t num_threads);
+
+// Points `entries` to the table; returns how many there are.
+OCTAVO_EXPORT int64_t octavo_layout(const octavo::LayoutEntry** entries);
+
+// Bytes that a PackRowsArgs needs for `out`.
+OCTAVO_EXPORT int64_t octavo_packed_rows_size(int64_t kind, int64_t capacity, int64_t size);

@@ -1,0 +1,591 @@
+"""Building, caching and loading the native ops, mostly with sources of a few lines; and programs."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from octavo.kernels import cpu_build, cpu_structs
+from octavo.kernels.cpu_build import NativeLibrary, load_library
+
+COMPILER = cpu_build.find_compiler()
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+TINY = """
+#include <omp.h>
+#include "cpu_tiny.h"
+extern "C" int tiny_value() { return VALUE; }
+extern "C" int tiny_threads() {
+  int count = 0;
+#pragma omp parallel num_threads(2)
+  {
+#pragma omp single
+    count = omp_get_num_threads();
+  }
+  return count;
+}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A folder of sources whose library says 7."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "cpu_tiny.h").write_text("#define VALUE 7\n")
+    (folder / "cpu_tiny.cpp").write_text(TINY)
+    (folder / "cpu_more.cpp").write_text("int more() { return 1; }\n")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "octavo"
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> CountedCompiler:
+    return CountedCompiler(tmp_path / "counted")
+
+
+class CountedCompiler:
+    """The compiler behind a script that keeps a list of what it was asked for."""
+
+    def __init__(self, folder: Path, before: str = "") -> None:
+        folder.mkdir()
+        self.log = folder / "log"
+        self.path = folder / "g++"
+        script = f'#!/bin/sh\n{before}\necho "$@" >> {self.log}\nexec {COMPILER} "$@"\n'
+        self.path.write_text(script)
+        self.path.chmod(0o755)
+
+    @property
+    def num_links(self) -> int:
+        return sum("-shared" in line for line in self.log.read_text().splitlines())
+
+
+def value_of(result: NativeLibrary) -> int:
+    assert result.library is not None, result.detail
+    value: int = result.library.tiny_value()
+    return value
+
+
+def run_python(script: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    return told
+
+
+# --- cache ---------------------------------------------------------------------------------------
+
+
+def test_second_load_compiles_nothing(tiny: Path, cache: Path, counted: CountedCompiler) -> None:
+    first = load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    second = load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    assert (value_of(first), value_of(second)) == (7, 7)
+    assert counted.num_links == 1
+    assert "compiled by" in first.detail
+    assert second.detail.startswith(f"loaded from {cache}")
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("name", ["cpu_tiny.h", "cpu_more.cpp"])
+def test_changed_source_is_compiled_anew(name: str, tiny: Path, cache: Path) -> None:
+    load_library(cache_dir=cache, sources=tiny)
+    with (tiny / name).open("a") as file:
+        file.write("#undef VALUE\n#define VALUE 8\n")
+    result = load_library(cache_dir=cache, sources=tiny)
+    assert value_of(result) == (8 if name == "cpu_tiny.h" else 7)
+    assert "compiled by" in result.detail
+
+
+def test_other_processor_or_compiler_is_another_entry(
+    tiny: Path, cache: Path, counted: CountedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    monkeypatch.setattr(cpu_build, "_cpu_lines", lambda: {"model name": {"another"}})
+    load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    assert counted.num_links == 2
+    monkeypatch.undo()
+    script = counted.path.read_text()
+    counted.path.write_text(script.replace("echo", '[ "$1" = --version ] && echo 99\necho', 1))
+    load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    assert counted.num_links == 3
+    assert len(list(cache.iterdir())) == 3
+
+
+def truncate(entry: Path) -> None:
+    library = entry / "octavo_cpu.so"
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def flip_a_bit(entry: Path) -> None:
+    library = entry / "octavo_cpu.so"
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+
+
+def lose_checksum(entry: Path) -> None:
+    (entry / "sha256").unlink()
+
+
+def garble_checksum(entry: Path) -> None:
+    (entry / "sha256").write_bytes(b"\xff\xfe")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lose_checksum, garble_checksum])
+def test_damaged_entry_is_replaced(
+    damage: object, tiny: Path, cache: Path, counted: CountedCompiler
+) -> None:
+    built = cpu_build.build(str(counted.path), cpu_build._native_target(), tiny, fresh(tiny))
+    load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    (entry,) = cache.iterdir()
+    shutil.rmtree(entry)  # the library that this process has loaded keeps its file
+    shutil.copytree(built, entry)
+    assert callable(damage)
+    damage(entry)
+    links = counted.num_links
+    assert value_of(load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)) == 7
+    assert counted.num_links == links + 1
+    assert cpu_build._is_intact(entry)
+    assert list(cache.iterdir()) == [entry]
+    load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    assert counted.num_links == links + 1
+
+
+def fresh(beside: Path) -> Path:
+    folder = beside.parent / "scratch"
+    folder.mkdir()
+    return folder
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from octavo.kernels.cpu_build import load_library
+cache, sources, compiler = sys.argv[1:]
+result = load_library(compiler=compiler, cache_dir=Path(cache), sources=Path(sources))
+assert result.library is not None, result.detail
+print(result.library.tiny_value(), result.detail)
+"""
+
+
+def test_four_processes_build_at_once(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    linger = 'case "$*" in *-shared*) sleep 1;; esac'
+    compiler = CountedCompiler(tmp_path / "slow", before=linger)
+    processes = [run_python(LOAD, cache, tiny, compiler.path) for _ in range(4)]
+    told = [output_of(process) for process in processes]
+    assert [line.split()[0] for line in told] == ["7"] * 4
+    assert compiler.num_links > 1, "no two built at once"
+    (entry,) = cache.iterdir()
+    assert cpu_build._is_intact(entry)
+    assert all(str(entry) in line for line in told)
+
+
+def test_loser_keeps_the_winners_entry(tiny: Path, cache: Path) -> None:
+    assert COMPILER is not None
+    target = cpu_build._native_target()
+    folders = [cache / name for name in ("one", "two")]
+    entries = []
+    for folder in folders:
+        folder.mkdir(parents=True)
+        entries.append(cpu_build.build(COMPILER, target, tiny, folder))
+    final = cache / "final"
+    assert cpu_build._publish(entries[0], final)
+    winner = (final / "octavo_cpu.so").stat().st_ino
+    assert cpu_build._publish(entries[1], final)
+    assert (final / "octavo_cpu.so").stat().st_ino == winner
+
+
+def test_scratch_folders_of_killed_builds_are_swept(tiny: Path, cache: Path) -> None:
+    old, recent = cache / ".build-old", cache / ".build-recent"
+    for folder in (old, recent):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    cache.chmod(0o700)
+    load_library(cache_dir=cache, sources=tiny)
+    assert not old.exists()
+    assert recent.exists()
+
+
+# --- folders that cannot or must not be used -------------------------------------------------------
+
+
+def test_impossible_folder_builds_for_this_process_alone(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    result = load_library(cache_dir=tmp_path / "file" / "cache", sources=tiny)
+    assert value_of(result) == 7
+    assert "not kept for the next start" in result.detail
+    assert list(private.iterdir()) == []
+
+
+READ_ONLY = """
+import os, sys, tempfile
+from pathlib import Path
+from octavo.kernels.cpu_build import load_library
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)  # permissions do not hold root back
+try:
+    open(sys.argv[1] + "/probe", "w")
+except PermissionError:
+    pass
+else:
+    raise AssertionError("the folder is not read-only")
+result = load_library(cache_dir=Path(sys.argv[1]), sources=Path(sys.argv[2]))
+assert result.library is not None, result.detail
+print(result.library.tiny_value(), result.detail)
+"""
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_read_only_folder(is_filled: bool, tiny: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # another user has to get here
+        cache, sources = Path(folder, "cache"), Path(folder, "sources")
+        cache.mkdir()
+        shutil.copytree(tiny, sources)
+        if is_filled:
+            load_library(cache_dir=cache, sources=sources)
+        cache.chmod(0o555)
+        try:
+            told = output_of(run_python(READ_ONLY, cache, sources))
+        finally:
+            cache.chmod(0o755)
+        assert len(list(cache.iterdir())) == int(is_filled)
+    assert told.startswith("7 loaded from" if is_filled else "7 compiled by")
+    assert is_filled or "Permission denied" in told
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_nothing_is_loaded_from_a_folder_that_others_can_write(
+    mode: int, tiny: Path, cache: Path
+) -> None:
+    load_library(cache_dir=cache, sources=tiny)
+    (entry,) = cache.iterdir()
+    cache.chmod(mode)
+    result = load_library(cache_dir=cache, sources=tiny)
+    assert value_of(result) == 7
+    assert f"others can write to {cache}" in result.detail
+    assert list(cache.iterdir()) == [entry]
+
+
+def test_parent_that_others_can_write_is_seen(tiny: Path, cache: Path) -> None:
+    load_library(cache_dir=cache, sources=tiny)
+    cache.parent.parent.chmod(0o777)
+    assert "others can write" in load_library(cache_dir=cache, sources=tiny).detail
+    cache.parent.parent.chmod(0o1777)  # as /tmp: everyone may add, nobody may replace
+    assert load_library(cache_dir=cache, sources=tiny).detail.startswith("loaded from")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
+def test_nothing_is_loaded_from_another_users_folder(tiny: Path, cache: Path) -> None:
+    load_library(cache_dir=cache, sources=tiny)
+    os.chown(cache, 65534, 65534)
+    assert "others can write" in load_library(cache_dir=cache, sources=tiny).detail
+
+
+# --- compilers -------------------------------------------------------------------------------------
+
+
+def test_no_compiler(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = load_library(cache_dir=cache, sources=tiny)
+    assert result == NativeLibrary(None, "no C++ compiler (g++, c++, clang++)")
+    assert load_library(compiler="nonesuch", cache_dir=cache, sources=tiny).library is None
+    assert not cache.exists()
+
+
+def test_cached_library_needs_no_compiler(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library(cache_dir=cache, sources=tiny)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert value_of(load_library(cache_dir=cache, sources=tiny)) == 7
+
+
+def test_compile_error_is_the_reason(tiny: Path, cache: Path) -> None:
+    (tiny / "cpu_more.cpp").write_text("int more() { return nonesuch; }\n")
+    result = load_library(cache_dir=cache, sources=tiny)
+    assert result.library is None
+    assert "nonesuch" in result.detail
+    assert "cpu_more.cpp:1" in result.detail
+    assert list(cache.iterdir()) == []
+
+
+def test_function_that_nobody_defines_is_the_reason(tiny: Path, cache: Path) -> None:
+    (tiny / "cpu_more.cpp").write_text("int nonesuch();\nint more() { return nonesuch(); }\n")
+    result = load_library(cache_dir=cache, sources=tiny)
+    assert result.library is None
+    assert "nonesuch" in result.detail
+    assert list(cache.iterdir()) == []
+
+
+def test_compiler_that_refuses_native(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    refuse = 'case "$*" in *=native*) echo "error: no such processor" >&2; exit 1;; esac'
+    compiler = CountedCompiler(tmp_path / "refusing", before=refuse)
+    result = load_library(compiler=str(compiler.path), cache_dir=cache, sources=tiny)
+    assert value_of(result) == 7
+
+
+def test_environment_is_not_read(
+    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("CXXFLAGS", "-DVALUE=9 --nonesuch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert value_of(load_library(cache_dir=cache, sources=tiny)) == 7
+    assert tmp_path not in cpu_build.default_cache_dir().parents
+    source = Path(cpu_build.__file__).read_text()
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+        for node in ast.walk(ast.parse(source))
+    }
+    assert not names & {"environ", "environb", "getenv", "getenvb"}
+
+
+# --- one OpenMP runtime ----------------------------------------------------------------------------
+
+AFTER_TORCH = """
+import os, sys
+from pathlib import Path
+import torch
+from octavo.kernels.cpu_build import load_library
+torch.set_num_threads(2)
+torch.ones(4_000_000).add(1).sum()
+before = len(os.listdir("/proc/self/task"))
+result = load_library(cache_dir=Path(sys.argv[1]), sources=Path(sys.argv[2]))
+assert result.library is not None, result.detail
+assert result.library.tiny_threads() == 2
+assert len(os.listdir("/proc/self/task")) == before, "threads of its own"
+lines = Path("/proc/self/maps").read_text().splitlines()
+print(*sorted({line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}))
+"""
+
+AFTER_RENAMED = """
+import ctypes, sys
+from pathlib import Path
+from octavo.kernels.cpu_build import load_library
+ctypes.CDLL(sys.argv[3])
+result = load_library(cache_dir=Path(sys.argv[1]), sources=Path(sys.argv[2]))
+assert result.library is not None, result.detail
+assert result.library.tiny_threads() == 2
+lines = Path("/proc/self/maps").read_text().splitlines()
+print(*sorted({line.split()[-1] for line in lines if "libgomp" in line}))
+"""
+
+
+def test_threads_are_shared_with_torch(tiny: Path, cache: Path) -> None:
+    runtimes = output_of(run_python(AFTER_TORCH, cache, tiny)).split()
+    assert len(runtimes) == 1
+    assert "torch" in runtimes[0]
+
+
+def test_runtime_under_another_name_is_shared(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    """As in builds of torch that rename what they bundle: nothing there answers to libgomp.so.1."""
+    assert COMPILER is not None
+    ask = [COMPILER, "-print-file-name=libgomp.so.1"]
+    original = Path(subprocess.check_output(ask, text=True).strip())
+    if not original.is_file():
+        pytest.skip("no libgomp.so.1")
+    renamed = tmp_path / "torch" / "libgomp_so.1"
+    renamed.parent.mkdir()
+    content = original.read_bytes()
+    assert b"libgomp.so.1\0" in content
+    renamed.write_bytes(content.replace(b"libgomp.so.1\0", b"libgomp_so.1\0"))
+    assert output_of(run_python(AFTER_RENAMED, cache, tiny, renamed)).split() == [str(renamed)]
+
+
+# --- ahead of time ---------------------------------------------------------------------------------
+
+
+def test_ahead_of_time_for_this_processor(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu_build, "SOURCES", tiny)
+    assert cpu_build.main(["--cache-dir", str(cache)]) == 0
+    assert "kept in" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert value_of(load_library(cache_dir=cache)) == 7
+    (tiny / "cpu_more.cpp").write_text("error")
+    assert cpu_build.main(["--cache-dir", str(cache)]) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64 generations")
+def test_ahead_of_time_for_other_processors(
+    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = tmp_path / "prepared"
+    monkeypatch.setattr(cpu_build, "SOURCES", tiny)
+    monkeypatch.setattr(cpu_build, "PREPARED", prepared)
+    assert cpu_build.main(["--portable"]) == 0
+    assert prepared.stat().st_mode & 0o777 == 0o755
+    assert len(list(prepared.iterdir())) == len(cpu_build.portable_targets())
+    monkeypatch.setenv("PATH", "/nonexistent")
+    chosen = []
+    targets = {target.name: target for target in cpu_build.portable_targets()}
+    names = ("x86_64-plain", "x86-64-v3", "x86-64-v4-vnni")
+    for name in names:
+        lines = {"flags": {" ".join(targets[name].needs)}}
+        monkeypatch.setattr(cpu_build, "_cpu_lines", lambda lines=lines: lines)
+        result = load_library(cache_dir=cache)
+        assert value_of(result) == 7
+        chosen.append(result.detail)
+    for name, detail in zip(names, chosen, strict=True):
+        assert f"-{name}-" in detail
+    assert cpu_build.main(["--portable"]) == 1  # no compiler
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64 generations")
+def test_target_that_the_compiler_does_not_know_is_left_out(
+    tiny: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cpu_build, "SOURCES", tiny)
+    refuse = 'case "$*" in *amx*) echo "error: what is amx?" >&2; exit 1;; esac'
+    compiler = CountedCompiler(tmp_path / "older", before=refuse)
+    arguments = ["--portable", "--cache-dir", str(cache), "--compiler", str(compiler.path)]
+    assert cpu_build.main(arguments) == 0
+    assert "left out" in capsys.readouterr().out
+    assert len(list(cache.iterdir())) == len(cpu_build.portable_targets()) - 1
+    (tiny / "cpu_more.cpp").write_text("error")
+    assert cpu_build.main(arguments) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", cpu_build.portable_targets(), ids=lambda target: target.name)
+def test_the_ops_compile_for_every_target_without_a_warning(
+    target: cpu_build.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert COMPILER is not None
+    monkeypatch.setattr(cpu_build, "FLAGS", (*cpu_build.FLAGS, "-O0", "-Werror"))
+    cpu_build.build(COMPILER, target, cpu_build.SOURCES, tmp_path)
+
+
+# --- programs --------------------------------------------------------------------------------------
+
+# Every op claims `num_tokens` pieces and adds 1 to each cell that still holds what the op before left.
+CHAIN = """
+#include "cpu_ops.h"
+namespace octavo {
+void embed_part(const EmbedArgs& a, const Team& team) {
+  team.claim(*a.num_tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      if (a.out[*a.num_tokens - 1 - i] == float(a.hidden)) a.out[*a.num_tokens + i] += 1.0f;
+  });
+}
+#define NOTHING(name, Args) void name(const Args&, const Team&) {}
+NOTHING(rms_norm_part, RmsNormArgs)
+NOTHING(gate_part, GateArgs)
+NOTHING(rotary_part, RotaryArgs)
+NOTHING(store_kv_part, StoreKVArgs)
+NOTHING(attention_part, AttentionArgs)
+NOTHING(pack_rows_part, PackRowsArgs)
+NOTHING(linear_part, LinearArgs)
+NOTHING(sample_part, SampleArgs)
+}  // namespace octavo
+"""
+
+
+@pytest.fixture(scope="module")
+def program_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The real program runner over ops that only count."""
+    folder = tmp_path_factory.mktemp("program")
+    for path in cpu_build.SOURCES.glob("cpu_*.h"):
+        shutil.copy(path, folder)
+    shutil.copy(cpu_build.SOURCES / "cpu_program.cpp", folder)
+    (folder / "cpu_chain.cpp").write_text(CHAIN)
+    result = load_library(cache_dir=folder / "cache", sources=folder)
+    assert result.library is not None, result.detail
+    return result.library
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2, 3, 5])
+def test_ops_of_a_program_run_in_order_and_every_piece_once(
+    num_threads: int, program_library: ctypes.CDLL
+) -> None:
+    """Row i of cells is written by op i, which reads row i - 1 in the other direction."""
+    pieces, length = 33, 200
+    cells = (ctypes.c_float * (pieces * (length + 1)))()
+    count = ctypes.c_int64(pieces)
+    steps = [
+        cpu_structs.EmbedArgs(
+            num_tokens=ctypes.addressof(count),
+            hidden=int(index > 0),
+            out=ctypes.addressof(cells) + index * pieces * 4,
+        )
+        for index in range(length)
+    ]
+    for turn in range(3):
+        cells[pieces:] = [0.0] * (pieces * length)
+        cpu_structs.run(program_library, steps, num_threads)
+        assert list(cells[pieces:]) == [1.0] * (pieces * length), f"turn {turn}"
+
+
+def test_live_cells_are_read_at_every_run(program_library: ctypes.CDLL) -> None:
+    cells = (ctypes.c_float * 20)()
+    count = ctypes.c_int64(3)
+    step = cpu_structs.EmbedArgs(
+        num_tokens=ctypes.addressof(count), hidden=0, out=ctypes.addressof(cells)
+    )
+    program = cpu_structs.program([step])
+    program_library.octavo_run(ctypes.addressof(program), 1, 2)
+    assert sum(cells) == 3
+    cells[:] = [0.0] * 20
+    count.value = 9
+    program_library.octavo_run(ctypes.addressof(program), 1, 2)
+    assert sum(cells) == 9
+
+
+def test_structs_are_laid_out_as_in_c(program_library: ctypes.CDLL) -> None:
+    entries = ctypes.POINTER(cpu_structs.LayoutEntry)()
+    count = program_library.octavo_layout(ctypes.byref(entries))
+    in_c = {
+        entries[index].name.decode(): (entries[index].offset, entries[index].size)
+        for index in range(count)
+    }
+    assert len(in_c) == count
+    assert layout_in_python() == in_c
+
+
+def layout_in_python() -> dict[str, tuple[int, int]]:
+    structs: Sequence[type[ctypes.Structure]] = [
+        *cpu_structs.Args.__subclasses__(),
+        cpu_structs.Instruction,
+    ]
+    layout = {
+        f"OpKind.k{kind.name.title().replace('_', '').replace('Kv', 'KV')}": (int(kind), 0)
+        for kind in cpu_structs.OpKind
+    }
+    for struct in structs:
+        layout[struct.__name__] = (0, ctypes.sizeof(struct))
+        for name, *_ in struct._fields_:
+            field = getattr(struct, name)
+            layout[f"{struct.__name__}.{name}"] = (field.offset, field.size)
+    return layout
