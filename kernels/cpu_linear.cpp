@@ -12,6 +12,7 @@
 //
 // AMX and VDPBF16PS add in different orders; which of them runs is fixed for the life of the
 // process.
+#include "cpu_amx.h"
 #include "cpu_linear.h"
 
 #include <unistd.h>
@@ -19,11 +20,6 @@
 #include <algorithm>
 #include <cstring>
 #include <vector>
-
-#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#define OCTAVO_AMX 1
-#include <sys/syscall.h>
-#endif
 
 #define OCTAVO_NOINLINE __attribute__((noinline))
 
@@ -289,13 +285,6 @@ class Bfloat16Kernel {
 
 #if defined(OCTAVO_AMX)
 
-// Whether Linux lets this process use AMX's tiles: their memory is only for who asks.
-bool may_use_amx() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
-
 // How a thread's tiles are used: two by two tiles of 16 rows by 16 columns, so that each that is
 // loaded is used twice. 0, 1: sums of the first 16 rows; 2, 3: of the others. 4, 5: rows. 6, 7:
 // weights.
@@ -311,23 +300,12 @@ class Tiles {
     count_ = count;
     const uint8_t upper = uint8_t(std::min<int64_t>(count, 16)), lower = uint8_t(count - upper);
     const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-    alignas(64) Config config{};
-    config.palette = 1;
-    for (int i = 0; i < 8; i++) {
-      config.rows[i] = rows[i];
-      config.row_bytes[i] = rows[i] > 0 ? 64 : 0;
-    }
-    asm volatile("" ::: "memory");  // the intrinsic doesn't say that it reads memory
-    _tile_loadconfig(&config);
+    TileShapes shapes;
+    for (int i = 0; i < 8; i++) shapes.set(i, rows[i], rows[i] > 0 ? 64 : 0);
+    shapes.load();
   }
 
  private:
-  struct Config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-
   int64_t count_ = 0;
 };
 
@@ -738,7 +716,7 @@ void linear_part(const LinearArgs& a, const Team& team) {
     case kWeightFloat32: return product<Float32Kernel>(a, team);
     case kWeightBfloat16:
 #if defined(OCTAVO_AMX)
-      if (may_use_amx()) return product<AmxBfloat16Kernel>(a, team);
+      if (may_use_tiles()) return product<AmxBfloat16Kernel>(a, team);
 #endif
       return product<Bfloat16Kernel>(a, team);
     case kWeightQ4_0: return product<GroupedKernel<kWeightQ4_0>>(a, team);

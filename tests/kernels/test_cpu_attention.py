@@ -17,6 +17,8 @@ from torch import Tensor
 from octavo.kernels import cpu_build, cpu_structs
 from octavo.kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache
 
+pytestmark = pytest.mark.native
+
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.bfloat16]
 BATCHES = {

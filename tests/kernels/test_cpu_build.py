@@ -18,8 +18,9 @@ import pytest
 from octavo.kernels import cpu_build, cpu_structs
 from octavo.kernels.cpu_build import NativeLibrary, load_library
 
+pytestmark = pytest.mark.native
+
 COMPILER = cpu_build.find_compiler()
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 TINY = """
 #include <omp.h>

@@ -23,6 +23,8 @@ from octavo.kernels.cpu_structs import (
 )
 from octavo.kernels.reference import ReferenceOps
 
+pytestmark = pytest.mark.native
+
 REFERENCE = ReferenceOps()
 SIZES = [1, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 576, 1001, 1536]
 INF, NAN = math.inf, math.nan

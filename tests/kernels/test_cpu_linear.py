@@ -24,6 +24,8 @@ from octavo.kernels.cpu_linear import (
 )
 from octavo.kernels.cpu_structs import Args, LinearArgs, PackRowsArgs, declare, run
 
+pytestmark = pytest.mark.native
+
 GROUP = 32
 KINDS = list(WeightKind)
 GROUPED = [WeightKind.Q4_0, WeightKind.Q4_1, WeightKind.Q8_0]

@@ -16,6 +16,8 @@ from octavo.kernels import cpu_build, cpu_structs
 from octavo.kernels.ops import SamplingTensors
 from octavo.kernels.reference import ReferenceOps
 
+pytestmark = pytest.mark.native
+
 VOCAB_SIZE = 49_152
 
 

@@ -12,6 +12,7 @@ from octavo.kernels.cpu_build import NativeLibrary
 from octavo.kernels.select import BACKENDS, select_ops
 
 
+@pytest.mark.native
 def test_every_backend_gives_ops() -> None:
     names = {backend: select_ops(backend, torch.device("cpu")).name for backend in BACKENDS}
     assert names == {"auto": "cpu", "cpu": "cpu", "torch": "torch", "reference": "reference"}

@@ -217,7 +217,7 @@ def assert_close() -> Callable[[Tensor, Tensor], None]:
     return _assert_close
 
 
-@pytest.fixture(params=["reference", "torch", "cpu"])
+@pytest.fixture(params=["reference", "torch", pytest.param("cpu", marks=pytest.mark.native)])
 def ops(request: pytest.FixtureRequest) -> Ops:
     return select_ops(request.param, CPU)
 

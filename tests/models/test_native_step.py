@@ -19,6 +19,8 @@ from octavo.kernels.cpu_recording import Arena
 from octavo.kernels.ops import AttentionMetadata, LayerKVCache, Ops
 from octavo.kernels.select import select_ops
 
+pytestmark = pytest.mark.native
+
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
