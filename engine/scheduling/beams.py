@@ -19,6 +19,8 @@ def take_candidates(
     request = sequence.request
     search = request.beam_search
     if search is None or row.error is not None:
+        for beam in request.sequences:  # others may have failed in the same step
+            table.memory.forget(beam.live_blocks)
         return _end_beams(table, request, row.error or "")
     search.candidates[sequence.seq_id] = row.candidates or ()
     if len(search.candidates) < len(request.sequences):

@@ -367,3 +367,18 @@ def test_what_fails_is_not_found_where_it_was_evicted_to(bench: Any) -> None:
     assert b.scheduler.counters.prefix_cache_host_hits > 0
     b.executor.bad_seq_ids = set()
     assert num_hits(b, LONG) == (0, 0)
+
+
+def test_when_one_beam_fails_no_block_of_any_beam_is_found(bench: Any) -> None:
+    b = bench(block_size=4, budget=32)
+    b.add("a", list(range(10, 18)), max_tokens=30, n=3, use_beam_search=True)
+    for _ in range(14):
+        b.step()
+    beams = list(b.scheduler._table.running)
+    assert len(beams) == 3
+    blocks = {block_id for s in beams for block_id in s.live_blocks.tables[0]}
+    assert len({block_id for block_id in blocks if b.memory.pool.is_cached(block_id)}) > 3
+    b.executor.bad_seq_ids = {s.seq_id for s in beams}
+    b.step()
+    assert not any(b.memory.pool.is_cached(block_id) for block_id in blocks)
+    b.drain()
