@@ -29,6 +29,8 @@ from .service.core import EngineCore
 if TYPE_CHECKING:
     import torch
 
+    from ..kernels.ops import Ops
+    from .models.model import Model
     from .service.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -89,8 +91,6 @@ def build_core(
 
     import torch
 
-    from ..kernels.select import select_ops
-    from .execution.kv_cache import kv_block_bytes, num_blocks_for, num_host_blocks_for
     from .execution.runner import ModelRunner
     from .memory.kv_cache_manager import KVCacheManager
     from .models.loader import load_model
@@ -100,10 +100,7 @@ def build_core(
     place = _place(config, checkpoint)
     device, limits = place.device, place.limits
     torch.set_num_threads(place.num_threads)
-    try:
-        ops = select_ops(config.execution.attention_backend, device, kernel_cache_dir())
-    except ValueError as error:
-        raise ConfigError(f"{flag_of('attention_backend')}: {error}") from error
+    ops = _select_ops(config, device)
     model = load_model(
         checkpoint,
         ops,
@@ -112,36 +109,30 @@ def build_core(
         keep_quantized=_keeps_quantized(config),
         progress=lambda stage, fraction: report(stage, 0.9 * fraction),
     )
-    block_size = config.cache.block_size
-    num_blocks = num_blocks_for(config, model, device, max_model_len=place.window)
-    block_bytes = kv_block_bytes(model, block_size)
-    reserved_bytes = num_blocks * block_bytes if device.type == "cpu" else 0
-    num_host_blocks = num_host_blocks_for(config, model, reserved_bytes=reserved_bytes)
-    max_model_len = _max_model_len(config, place.window, num_blocks * block_size)
+    pool = _size_pool(config, model, place)
     report("warming", 0.9)
     runner = ModelRunner(
         model,
         ops,
-        num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
-        block_size=block_size,
+        num_blocks=pool.num_blocks,
+        num_host_blocks=pool.num_host_blocks,
+        block_size=config.cache.block_size,
         max_num_seqs=limits.max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=pool.max_model_len,
         device=device,
         eos_token_ids=checkpoint.eos_token_ids,
     )
-    rates = runner.warm_up(min(limits.max_num_batched_tokens, max_model_len))
+    rates = runner.warm_up(min(limits.max_num_batched_tokens, pool.max_model_len))
     memory = KVCacheManager(
-        num_blocks,
-        block_size,
+        pool.num_blocks,
+        config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        num_host_blocks=num_host_blocks,
-        block_bytes=block_bytes,
+        num_host_blocks=pool.num_host_blocks,
+        block_bytes=pool.block_bytes,
     )
+    watermark, mode = config.scheduler.watermark, config.scheduler.preemption_mode
     scheduler = Scheduler(
-        SchedulerLimits(
-            *limits, max_model_len, config.scheduler.watermark, config.scheduler.preemption_mode
-        ),
+        SchedulerLimits(*limits, pool.max_model_len, watermark, mode),
         memory,
         checkpoint.eos_token_ids,
         rates=rates,
@@ -149,37 +140,84 @@ def build_core(
     core = EngineCore(
         scheduler, runner, epoch=epoch, check_invariants=config.scheduler.check_invariants
     )
-    info = EngineInfo(
+    _log_place(config, checkpoint, place, ops)
+    load_s = time.monotonic() - begin
+    return core, _info(config, checkpoint, place, pool, ops.name, model.num_parameters, load_s)
+
+
+def _select_ops(config: EngineConfig, device: torch.device) -> Ops:
+    from ..kernels.select import select_ops
+
+    try:
+        return select_ops(config.execution.attention_backend, device, kernel_cache_dir())
+    except ValueError as error:
+        raise ConfigError(f"{flag_of('attention_backend')}: {error}") from error
+
+
+class _Pool(NamedTuple):
+    """What is decided when the model is in memory."""
+
+    num_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+    max_model_len: int
+
+
+def _size_pool(config: EngineConfig, model: Model, place: _Place) -> _Pool:
+    from .execution.kv_cache import kv_block_bytes, num_blocks_for, num_host_blocks_for
+
+    block_size, device = config.cache.block_size, place.device
+    num_blocks = num_blocks_for(config, model, device, max_model_len=place.window)
+    block_bytes = kv_block_bytes(model, block_size)
+    reserved_bytes = num_blocks * block_bytes if device.type == "cpu" else 0
+    num_host_blocks = num_host_blocks_for(config, model, reserved_bytes=reserved_bytes)
+    max_model_len = _max_model_len(config, place.window, num_blocks * block_size)
+    return _Pool(num_blocks, num_host_blocks, block_bytes, max_model_len)
+
+
+def _info(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    place: _Place,
+    pool: _Pool,
+    backend: str,
+    num_parameters: int,
+    load_s: float,
+) -> EngineInfo:
+    return EngineInfo(
         model=str(checkpoint.path),
         architecture=checkpoint.spec.architecture,
-        max_model_len=max_model_len,
+        max_model_len=pool.max_model_len,
         vocab_size=checkpoint.spec.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        kv_cache_bytes=num_blocks * block_bytes,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=config.cache.block_size,
+        num_blocks=pool.num_blocks,
+        kv_cache_bytes=pool.num_blocks * pool.block_bytes,
+        max_num_seqs=place.limits.max_num_seqs,
+        max_num_batched_tokens=place.limits.max_num_batched_tokens,
         dtype=str(place.dtype).removeprefix("torch."),
-        device=str(device),
-        attention_backend=ops.name,
+        device=str(place.device),
+        attention_backend=backend,
         num_threads=place.num_threads,
-        num_parameters=model.num_parameters,
-        load_s=time.monotonic() - begin,
-        num_host_blocks=num_host_blocks,
+        num_parameters=num_parameters,
+        load_s=load_s,
+        num_host_blocks=pool.num_host_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         default_sampling=_default_sampling(config, checkpoint),
     )
-    is_kept = _keeps_quantized(config) and checkpoint.spec.quantization in ops.quantized_types
+
+
+def _log_place(config: EngineConfig, checkpoint: Checkpoint, place: _Place, ops: Ops) -> None:
+    quantization = checkpoint.spec.quantization
+    is_kept = _keeps_quantized(config) and quantization in ops.quantized_types
     logger.info(
         "%s kernels on %s, %s%s, %d threads",
         ops.name,
-        info.device,
-        info.dtype,
-        f" with {checkpoint.spec.quantization} weights as they are" if is_kept else "",
-        info.num_threads,
+        place.device,
+        str(place.dtype).removeprefix("torch."),
+        f" with {quantization} weights as they are" if is_kept else "",
+        place.num_threads,
     )
-    return core, info
 
 
 class _Place(NamedTuple):
