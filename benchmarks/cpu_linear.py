@@ -68,12 +68,12 @@ class Native:
         self.count = ctypes.c_int64(num_rows)
         self.out = torch.empty(num_rows, first.out_features)
         rows, self.steps = x, list[Args]()
-        if first.row_kind is not None:
+        if first.row_kind != RowKind.FLOAT32:
             size = library.octavo_packed_rows_size(first.row_kind, num_rows, first.in_features)
             rows = torch.empty(size, dtype=torch.uint8)
         self.rows = rows
         for weight in weights:
-            if weight.row_kind is not None:
+            if weight.row_kind != RowKind.FLOAT32:
                 self.steps.append(self._pack_rows(x, weight))
             self.steps.append(self._linear(weight))
         self.program = program(self.steps)

@@ -27,6 +27,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <new>
+#include <type_traits>
 
 #include "cpu_amx.h"
 #include "cpu_kv.h"
@@ -417,32 +418,27 @@ void compute_scores(const Item<Cache>& item, Span span) {
   flush();
 }
 
-// e to the power of x, which is not above 0: as vexp, in fewer instructions where there are such.
-OCTAVO_INLINE vfloat exp_below_zero(vfloat x) {
-#if defined(__AVX512F__)
-  constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of the forms without a mask
-  x = _mm512_maskz_max_ps(kAll, splat(-104.0f), x);  // keeps NaN; e^-104 is 0
-  const vfloat n = _mm512_maskz_roundscale_ps(kAll, x * 1.44269504088896341f, 0);  // to the nearest
-  vfloat r = fma(n, splat(-0.693359375f), x);
-  r = fma(n, splat(2.12194440e-4f), r);
-  vfloat p = fma(splat(1.3981999507e-3f), r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r + 1.0f);
-  return _mm512_maskz_scalef_ps(kAll, p, n);
-#else
-  return vexp(x);
-#endif
-}
-
 OCTAVO_INLINE vfloat vtanh(vfloat x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
 
 OCTAVO_INLINE void store_factors(float* to, vfloat v) { store(to, v); }
 OCTAVO_INLINE void store_factors(bf16* to, vfloat v) { store(to, v); }
 
-// Turns the line's scores into weights, exp(score - the largest), and returns their sum. Vectors
-// begin at multiples of kLanes of the position in the row, so that the order of the sum depends on
+constexpr int kStepVectors = int(kBaseStep) / kLanes;
+
+template <typename Factor>
+OCTAVO_INLINE void store_step(Factor* to, const vfloat (&v)[kStepVectors]) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(Factor) == 2) {
+    const __m512bh both = _mm512_maskz_cvtne2ps_pbh(0xffffffffu, v[1], v[0]);
+    std::memcpy(to, &both, sizeof both);
+    return;
+  }
+#endif
+  for (int j = 0; j < kStepVectors; j++) store_factors(to + j * kLanes, v[j]);
+}
+
+// Turns the line's scores into weights, exp(score - the largest), and returns their sum. Steps of
+// kBaseStep begin at multiples of that position in the row, so that the order of the sum depends on
 // nothing but what the line sees.
 template <typename Cache>
 float softmax(const Item<Cache>& item, int64_t line, float scale, float soft_cap) {
@@ -451,13 +447,19 @@ float softmax(const Item<Cache>& item, int64_t line, float scale, float soft_cap
   Factor* weights = item.weights(line);
   const int first = int(item.spans[line].first - item.base);
   const int end = int(item.spans[line].end - item.base);
-  const int begin = first / kLanes * kLanes;
+  const int begin = first / int(kBaseStep) * int(kBaseStep);
   vint lane{};
   for (int i = 0; i < kLanes; i++) lane[i] = i;
   const auto select = [&](int k, vfloat v, vfloat otherwise) {
-    if (k >= first && k + kLanes <= end) return v;
     const vint at = lane + k;
     return ((at >= first) & (at < end)) ? v : otherwise;
+  };
+  // Calls work(k, whether all of the step is seen) for each step.
+  const auto for_steps = [&](auto work) {
+    int k = begin;
+    if (k < first) work(k, std::false_type()), k += kBaseStep;
+    for (; k + kBaseStep <= end; k += kBaseStep) work(k, std::true_type());
+    if (k < end) work(k, std::false_type());
   };
   if (soft_cap != 0.0f) {
     for (int k = begin; k < end; k += kLanes) {
@@ -465,23 +467,38 @@ float softmax(const Item<Cache>& item, int64_t line, float scale, float soft_cap
     }
     scale = 1.0f;
   }
-  vfloat most = splat(-INFINITY);
-  for (int k = begin; k < end; k += kLanes) {
-    most = vmax(select(k, load(scores + k) * scale, most), most);
-  }
-  const float highest = largest(most);
-  vfloat total{};
-  for (int k = begin; k < end; k += kLanes) {
-    const vfloat weight = select(k, exp_below_zero(load(scores + k) * scale - highest), vfloat{});
-    total += weight;
-    store_factors(weights + k, weight);
-  }
+  vfloat most[kStepVectors];
+  for (int j = 0; j < kStepVectors; j++) most[j] = splat(-INFINITY);
+  for_steps([&](int k, auto is_whole) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kStepVectors; j++) {
+      const int at = k + j * kLanes;
+      vfloat v = load(scores + at);
+      if (!is_whole) v = select(at, v, most[j]);
+      most[j] = vmax(v, most[j]);
+    }
+  });
+  for (int j = 1; j < kStepVectors; j++) most[0] = vmax(most[j], most[0]);
+  const float factor = scale * 1.44269504088896341f, offset = -largest(most[0]) * factor;
+  vfloat totals[kStepVectors] = {};
+  for_steps([&](int k, auto is_whole) {
+    vfloat step[kStepVectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < kStepVectors; j++) {
+      const int at = k + j * kLanes;
+      step[j] = exp2_below_zero(fma(load(scores + at), splat(factor), splat(offset)));
+      if (!is_whole) step[j] = select(at, step[j], vfloat{});
+      totals[j] += step[j];
+    }
+    store_step(weights + k, step);
+  });
   if (Cache::kMultipliesTiles) {  // by values that other lines of the tile see
     const int64_t stop = round_up(item.spans[item.num_lines - 1].end - item.base, kBaseStep);
     std::fill(weights, weights + begin, Factor(0));
-    std::fill(weights + round_up(end, kLanes), weights + stop, Factor(0));
+    std::fill(weights + round_up(end, kBaseStep), weights + stop, Factor(0));
   }
-  return sum(total);
+  for (int j = 1; j < kStepVectors; j++) totals[0] += totals[j];
+  return sum(totals[0]);
 }
 
 // Ask for what the first kAheadTokens tokens of `span` have.
@@ -711,8 +728,8 @@ void attend(const AttentionArgs& a, typename Cache::Tiles* tiles, int64_t row, i
   item.query_stride = round_up(a.head_dim, kLanes);
   // One vector more than is seen, since the last may begin anywhere; an odd number of them, so that
   // lines do not compete for the same places of a cache.
-  const int64_t seen_vectors = (span.end - item.base + kLanes - 1) / kLanes;
-  item.score_stride = ((seen_vectors + 1) | 1) * kLanes;
+  const int64_t seen_vectors = round_up(span.end - item.base, kBaseStep) / kLanes;
+  item.score_stride = (seen_vectors | 1) * kLanes;
 
   const int64_t query_bytes = round_up(item.num_lines * item.query_stride * sizeof(Factor), 64);
   const int64_t score_bytes = item.num_lines * item.score_stride * sizeof(float);
@@ -786,10 +803,8 @@ void attention(const AttentionArgs& a, const Team& team, typename Cache::Tiles* 
 }
 
 template <typename Number>
-void store_tokens(const StoreKVArgs& a, const Team& team) {
+void store_tokens(const StoreKVArgs& a, int64_t begin, int64_t end) {
   const KVLayout layout{4 / int64_t(sizeof(Number)), a.block_size, a.num_kv_heads, a.head_dim};
-  int64_t begin, end;
-  team.share(*a.num_tokens, &begin, &end);
   for (int64_t token = begin; token < end; token++) {
     if (a.slots[token] < 0) continue;
     const int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
@@ -804,8 +819,8 @@ void store_tokens(const StoreKVArgs& a, const Team& team) {
 
 }  // namespace
 
-void store_kv_part(const StoreKVArgs& a, const Team& team) {
-  a.dtype == kBfloat16 ? store_tokens<bf16>(a, team) : store_tokens<float>(a, team);
+void store_kv(const StoreKVArgs& a, int64_t begin, int64_t end) {
+  a.dtype == kBfloat16 ? store_tokens<bf16>(a, begin, end) : store_tokens<float>(a, begin, end);
 }
 
 void attention_part(const AttentionArgs& a, const Team& team) {

@@ -59,12 +59,18 @@ OCTAVO_INLINE void scale_row(const float* x, float scale, const float* weight, i
       });
 }
 
-OCTAVO_INLINE vfloat silu(vfloat x) { return x / (1.0f + vexp(-x)); }
+// x / (1 + e^-u); 0 for u below -87, where it would be 1e-38 of x.
+OCTAVO_INLINE vfloat sigmoid_times(vfloat x, vfloat u) {
+  const vfloat gated = x * reciprocal(1.0f + vexp(-u));
+  return u < -87.0f ? vfloat{} : gated;
+}
+
+OCTAVO_INLINE vfloat silu(vfloat x) { return sigmoid_times(x, x); }
 
 // x / 2 * (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3)
 OCTAVO_INLINE vfloat gelu(vfloat x) {
   const vfloat twice_u = x * (1.59576912160573f + 0.0713548162726009f * x * x);
-  return x / (1.0f + vexp(-twice_u));
+  return sigmoid_times(x, twice_u);
 }
 
 template <typename Activation>
@@ -167,9 +173,7 @@ void pack_int8_row(const float* x, int64_t size, int8_t* q, float* scales, float
 
 }  // namespace
 
-void embed_part(const EmbedArgs& a, const Team& team) {
-  int64_t begin, end;
-  team.share(*a.num_tokens, &begin, &end);
+void embed_rows(const EmbedArgs& a, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; token++) {
     const int64_t at = a.token_ids[token] * a.hidden;
     float* out = a.out + token * a.out_stride;
@@ -180,9 +184,7 @@ void embed_part(const EmbedArgs& a, const Team& team) {
   }
 }
 
-void rms_norm_part(const RmsNormArgs& a, const Team& team) {
-  int64_t begin, end;
-  team.share(*a.num_tokens, &begin, &end);
+void rms_norm_rows(const RmsNormArgs& a, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; token++) {
     const float* x = a.x + token * a.x_stride;
     if (a.residual) {
@@ -195,40 +197,30 @@ void rms_norm_part(const RmsNormArgs& a, const Team& team) {
   }
 }
 
-// Pieces of a row as well as rows: a decode step of one row has enough work for several threads.
-void gate_part(const GateArgs& a, const Team& team) {
-  constexpr int64_t kPiece = 512;
-  const int64_t pieces = (a.size + kPiece - 1) / kPiece;
-  int64_t begin, end;
-  team.share(*a.num_tokens * pieces, &begin, &end);
-  for (int64_t i = begin; i < end; i++) {
-    const int64_t token = i / pieces, at = i % pieces * kPiece, left = a.size - at;
-    const int64_t size = left < kPiece ? left : kPiece;
-    const float* x = a.x + token * a.x_stride + at;
-    float* out = a.out + token * a.out_stride + at;
+void gate_rows(const GateArgs& a, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; token++) {
+    const float* x = a.x + token * a.x_stride;
+    float* out = a.out + token * a.out_stride;
     if (a.kind == kGelu)
-      gate_row(x, x + a.size, size, out, [](vfloat v) { return gelu(v); });
+      gate_row(x, x + a.size, a.size, out, [](vfloat v) { return gelu(v); });
     else
-      gate_row(x, x + a.size, size, out, [](vfloat v) { return silu(v); });
+      gate_row(x, x + a.size, a.size, out, [](vfloat v) { return silu(v); });
   }
 }
 
-void rotary_part(const RotaryArgs& a, const Team& team) {
+void rotary_rows(const RotaryArgs& a, int64_t begin, int64_t end) {
   const int64_t half = a.rotary_dim / 2;
-  int64_t begin, end;
-  team.share(*a.num_tokens * a.num_heads, &begin, &end);
-  for (int64_t i = begin; i < end; i++) {
-    const int64_t token = i / a.num_heads, head = i % a.num_heads;
-    float* first = a.heads + token * a.token_stride + head * a.head_stride;
+  for (int64_t token = begin; token < end; token++) {
     const float* cos = a.cos_sin + a.positions[token] * a.rotary_dim;
-    rotate_head(first, first + half, cos, cos + half, half);
+    for (int64_t head = 0; head < a.num_heads; head++) {
+      float* first = a.heads + token * a.token_stride + head * a.head_stride;
+      rotate_head(first, first + half, cos, cos + half, half);
+    }
   }
 }
 
-void pack_rows_part(const PackRowsArgs& a, const Team& team) {
+void pack_rows(const PackRowsArgs& a, int64_t begin, int64_t end) {
   const PackedRows layout(a.kind, a.capacity, a.size);
-  int64_t begin, end;
-  team.share(*a.num_tokens, &begin, &end);
   for (int64_t token = begin; token < end; token++) {
     const float* x = a.x + token * a.x_stride;
     if (a.kind == kRowsInt8)

@@ -14,7 +14,7 @@
 //     Q8_0        [8][2][kLanes][4] bytes: q + 128 of k = 4j + i
 //
 // The grouped kinds are GGUF's blocks in another order: value = d * q + m (Q4_1), d * (q - 8)
-// (Q4_0), d * q (Q8_0).
+// (Q4_0), d * q (Q8_0). Where there is AMX, their numbers lie as cpu_linear_amx.h says.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +54,9 @@ struct WeightLayout {
 };
 
 }  // namespace octavo
+
+// The RowKind that products with weights of `kind` read, in this process.
+OCTAVO_EXPORT int64_t octavo_row_kind(int64_t kind);
 
 // Bytes that octavo_pack_weight fills.
 OCTAVO_EXPORT int64_t octavo_packed_size(int64_t kind, int64_t out_features,

@@ -45,14 +45,9 @@ class PackedWeight(NamedTuple):
     kind: WeightKind
     out_features: int
     in_features: int
+    row_kind: RowKind
+    """What activations are packed as beforehand; FLOAT32: the product reads them as they are."""
     bias: Tensor | None  # [out_features] float32
-
-    @property
-    def row_kind(self) -> RowKind | None:
-        """What activations are packed as beforehand; None: the product reads float32."""
-        if self.kind == WeightKind.FLOAT32:
-            return None
-        return RowKind.BFLOAT16 if self.kind == WeightKind.BFLOAT16 else RowKind.INT8
 
 
 def pack_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
@@ -93,7 +88,6 @@ def _pack(
     bias: Tensor | None,
 ) -> PackedWeight:
     out_features = source.shape[0]
-    library.octavo_packed_size.restype = c_int64
     size = library.octavo_packed_size(c_int64(kind), c_int64(out_features), c_int64(in_features))
     data = torch.empty(size, dtype=torch.uint8)  # torch aligns to 64 bytes
     library.octavo_pack_weight(
@@ -106,4 +100,5 @@ def _pack(
         c_int64(torch.get_num_threads()),
     )
     bias = None if bias is None else bias.float().contiguous()
-    return PackedWeight(data, kind, out_features, in_features, bias)
+    row_kind = RowKind(library.octavo_row_kind(c_int64(kind)))
+    return PackedWeight(data, kind, out_features, in_features, row_kind, bias)

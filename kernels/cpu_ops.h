@@ -3,7 +3,8 @@
 // An Args struct is plain C, mirrored field by field in cpu_structs.py. `num_tokens` and the other
 // pointers to a single number are live cells: a recorded program reads them anew each time it runs.
 // Strides count elements. Activations are float32; what an op reads and writes must not overlap
-// unless its comment says so. `<op>_part` is called by every thread of a team; see cpu_team.h.
+// unless its comment says so. `<op>_rows` does tokens begin .. end - 1, each by itself; `<op>_part` is called
+// by every thread of a team; see cpu_team.h.
 //
 // A row's result is bit-equal whatever the other rows are, how many, and how many threads share
 // them.
@@ -29,7 +30,7 @@ struct EmbedArgs {
   float* out;  // [num_tokens, hidden]
   int64_t out_stride;
 };
-void embed_part(const EmbedArgs& a, const Team& team);
+void embed_rows(const EmbedArgs& a, int64_t begin, int64_t end);
 
 // x / sqrt(mean(x^2) + eps) * weight. `out` may be x.
 struct RmsNormArgs {
@@ -44,7 +45,7 @@ struct RmsNormArgs {
   float* out;  // [num_tokens, size]
   int64_t out_stride;
 };
-void rms_norm_part(const RmsNormArgs& a, const Team& team);
+void rms_norm_rows(const RmsNormArgs& a, int64_t begin, int64_t end);
 
 enum GateKind : int64_t { kSilu = 0, kGelu = 1 };  // gelu: the tanh approximation
 
@@ -58,7 +59,7 @@ struct GateArgs {
   float* out;    // [num_tokens, size]
   int64_t out_stride;
 };
-void gate_part(const GateArgs& a, const Team& team);
+void gate_rows(const GateArgs& a, int64_t begin, int64_t end);
 
 // Rotates the first `rotary_dim` of every head in place, in halves (NeoX): element i goes with
 // element i + rotary_dim / 2.
@@ -73,7 +74,7 @@ struct RotaryArgs {
   const int64_t* positions;  // [num_tokens]
   const float* cos_sin;      // [max_position, rotary_dim]: cosines, then sines
 };
-void rotary_part(const RotaryArgs& a, const Team& team);
+void rotary_rows(const RotaryArgs& a, int64_t begin, int64_t end);
 
 // ---- KV cache and attention (cpu_attention.cpp) -------------------------------------------------
 
@@ -93,7 +94,7 @@ struct StoreKVArgs {
   int64_t num_kv_heads;
   int64_t head_dim;
 };
-void store_kv_part(const StoreKVArgs& a, const Team& team);
+void store_kv(const StoreKVArgs& a, int64_t begin, int64_t end);
 
 // Causal grouped-query attention of a flat batch of rows over paged keys and values.
 struct AttentionArgs {
@@ -134,7 +135,7 @@ struct PackRowsArgs {
   int64_t capacity;  // most rows that `out` has room for: places the sections below
   void* out;         // aligned to 64 bytes
 };
-void pack_rows_part(const PackRowsArgs& a, const Team& team);
+void pack_rows(const PackRowsArgs& a, int64_t begin, int64_t end);
 
 // What `PackRowsArgs::out` holds; rows are padded with zeros to `padded`, a multiple of kGroup.
 //   kRowsBfloat16:  bf16 [capacity][padded]

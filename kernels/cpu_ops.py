@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .cpu_linear import PackedWeight, WeightKind, pack_gguf_weight, pack_weight
+from .cpu_linear import PackedWeight, RowKind, WeightKind, pack_gguf_weight, pack_weight
 from .cpu_recording import Capacity, Cells, Recording, needed_capacity
 from .cpu_structs import (
     Args,
@@ -92,7 +92,7 @@ class CpuOps:
         capacity, tokens = x.shape[0], self._tokens(x)
         out = self._empty((capacity, packed.out_features))
         address, stride, rows = _rows(x), x.stride(0), None
-        if packed.row_kind is not None:
+        if packed.row_kind != RowKind.FLOAT32:
             rows = self._empty((self._packed_rows_size(packed, capacity),), torch.uint8)
             self._do(
                 PackRowsArgs(
@@ -337,7 +337,7 @@ class CpuOps:
 
     def _do(self, args: Args) -> None:
         if self._recording is not None:
-            self._recording.steps.append(args)
+            self._recording.add(args)
         else:
             self.run(program([args]))
 

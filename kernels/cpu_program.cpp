@@ -3,6 +3,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 
@@ -21,22 +22,48 @@ const Args& as(const void* args) {
   return *static_cast<const Args*>(args);
 }
 
-void run_part(const Instruction& step, const Team& team) {
+// Tokens begin .. end - 1 of an op that does each token by itself.
+void run_tokens(const Instruction& step, int64_t begin, int64_t end) {
   switch (step.kind) {
     case kEmbed:
-      return embed_part(as<EmbedArgs>(step.args), team);
+      return embed_rows(as<EmbedArgs>(step.args), begin, end);
     case kRmsNorm:
-      return rms_norm_part(as<RmsNormArgs>(step.args), team);
+      return rms_norm_rows(as<RmsNormArgs>(step.args), begin, end);
     case kGate:
-      return gate_part(as<GateArgs>(step.args), team);
+      return gate_rows(as<GateArgs>(step.args), begin, end);
     case kRotary:
-      return rotary_part(as<RotaryArgs>(step.args), team);
+      return rotary_rows(as<RotaryArgs>(step.args), begin, end);
     case kStoreKV:
-      return store_kv_part(as<StoreKVArgs>(step.args), team);
+      return store_kv(as<StoreKVArgs>(step.args), begin, end);
+    case kPackRows:
+      return pack_rows(as<PackRowsArgs>(step.args), begin, end);
+  }
+}
+
+// Number of tokens of such an op, null for any other.
+const int64_t* num_tokens(const Instruction& step) {
+  switch (step.kind) {
+    case kEmbed:
+      return as<EmbedArgs>(step.args).num_tokens;
+    case kRmsNorm:
+      return as<RmsNormArgs>(step.args).num_tokens;
+    case kGate:
+      return as<GateArgs>(step.args).num_tokens;
+    case kRotary:
+      return as<RotaryArgs>(step.args).num_tokens;
+    case kStoreKV:
+      return as<StoreKVArgs>(step.args).num_tokens;
+    case kPackRows:
+      return as<PackRowsArgs>(step.args).num_tokens;
+    default:
+      return nullptr;
+  }
+}
+
+void run_part(const Instruction& step, const Team& team) {
+  switch (step.kind) {
     case kAttention:
       return attention_part(as<AttentionArgs>(step.args), team);
-    case kPackRows:
-      return pack_rows_part(as<PackRowsArgs>(step.args), team);
     case kLinear:
       return linear_part(as<LinearArgs>(step.args), team);
     case kSample:
@@ -44,17 +71,44 @@ void run_part(const Instruction& step, const Team& team) {
   }
 }
 
+// Runs ops first .. end - 1 on this thread's tokens, a few at a time, so that what one op writes is
+// still near when the next reads it.
+void run_tokenwise(const Instruction* first, const Instruction* end, const Team& team) {
+  constexpr int64_t kTokens = 4;
+  int64_t token, last;
+  team.share(*num_tokens(*first), &token, &last);
+  for (; token < last; token += kTokens) {
+    for (const Instruction* step = first; step < end; step++)
+      run_tokens(*step, token, std::min(token + kTokens, last));
+  }
+}
+
+// The end of the ops that run without a barrier between them: neighbours that do each token by
+// itself, or one other op.
+int64_t end_of_run(const Instruction* program, int64_t begin, int64_t count) {
+  const int64_t* tokens = num_tokens(program[begin]);
+  int64_t end = begin + 1;
+  while (tokens && end < count && num_tokens(program[end]) == tokens) end++;
+  return end;
+}
+
 // Two counters take turns. While one op uses one of them, nobody touches the other: it belonged to
 // the op before, which all threads have left, and belongs to the op after, which none enters before
 // the barrier. So one thread zeroes it in between, and one barrier between two ops is enough.
 void run_share(const Instruction* program, int64_t count, Counter* counters) {
   const int64_t rank = omp_get_thread_num(), size = omp_get_num_threads();
-  for (int64_t i = 0; i < count; i++) {
+  int64_t turn = 0;
+  for (int64_t i = 0, end; i < count; i = end, turn = 1 - turn) {
     if (i > 0) {
 #pragma omp barrier
     }
-    if (rank == 0) counters[(i + 1) % 2].next.store(0, std::memory_order_relaxed);
-    run_part(program[i], Team{rank, size, &counters[i % 2].next});
+    if (rank == 0) counters[1 - turn].next.store(0, std::memory_order_relaxed);
+    const Team team{rank, size, &counters[turn].next};
+    end = end_of_run(program, i, count);
+    if (num_tokens(program[i]))
+      run_tokenwise(program + i, program + end, team);
+    else
+      run_part(program[i], team);
   }
 }
 

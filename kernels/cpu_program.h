@@ -1,6 +1,8 @@
 // A program: ops in the order in which they run, each with the address of its arguments.
 //
-// One call runs all of it in one parallel region, with a barrier between two ops. Nothing is kept
+// One call runs all of it in one parallel region, with a barrier between two ops. Ops that do each token
+// by itself need none between neighbours of the same num_tokens: a thread takes its tokens through all of them.
+// So what one of these reads or writes for a token, another must not write for other tokens. Nothing is kept
 // between calls, and several threads may run programs at once.
 #pragma once
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cpu_structs import Args, Instruction, program
+from .cpu_structs import TOKENWISE, Args, Instruction, program
 from .ops import AttentionMetadata
 
 Run = Callable[["ctypes.Array[Instruction]"], None]
@@ -39,10 +39,15 @@ class Cells:
 
 
 class Arena:
-    """Memory for the tensors of one recording. What a dead tensor had is given to the next of its size."""
+    """Memory for the tensors of one recording.
+
+    What a dead tensor had is given to another of its size after the next :meth:`release`: ops that run
+    without a barrier between them must not share memory by reuse.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
+        self._held: list[tuple[int, Tensor]] = []
         self._blocks: list[Tensor] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,8 +60,15 @@ class Arena:
         block = free.pop()
         address = -(-block.data_ptr() // ALIGNMENT) * ALIGNMENT
         holder = (ctypes.c_char * num_bytes).from_address(address)
-        weakref.finalize(holder, free.append, block)  # the tensor's storage keeps the holder alive
+        # the tensor's storage keeps the holder alive
+        weakref.finalize(holder, self._held.append, (num_bytes, block))
         return torch.frombuffer(holder, dtype=dtype)[: math.prod(shape)].view(tuple(shape))
+
+    def release(self) -> None:
+        """A barrier: what died before it may be given out again."""
+        while self._held:
+            num_bytes, block = self._held.pop()
+            self._free[num_bytes].append(block)
 
 
 class Capacity(NamedTuple):
@@ -99,6 +111,12 @@ class Recording:
         )
         self._hidden: Tensor | None = None
         self._program: ctypes.Array[Instruction] | None = None
+
+    def add(self, step: Args) -> None:
+        """Note an op."""
+        if step.op not in TOKENWISE:
+            self.arena.release()
+        self.steps.append(step)
 
     def finish(self, hidden: Tensor) -> None:
         """All ops have been called; ``hidden`` is their result."""

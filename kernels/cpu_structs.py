@@ -26,6 +26,12 @@ class OpKind(IntEnum):
     SAMPLE = 8
 
 
+TOKENWISE = frozenset(
+    (OpKind.EMBED, OpKind.RMS_NORM, OpKind.GATE, OpKind.ROTARY, OpKind.STORE_KV, OpKind.PACK_ROWS)
+)
+"""Ops that do each token by itself: neighbours run without a barrier between them."""
+
+
 class Args(ctypes.Structure):
     """What one op is called with. A field that is not given is zero or null."""
 
@@ -196,6 +202,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it ta
     "octavo_run": (None, c_void_p, c_int64, c_int64),
     "octavo_layout": (c_int64, ctypes.POINTER(ctypes.POINTER(LayoutEntry))),
     "octavo_packed_rows_size": (c_int64, c_int64, c_int64, c_int64),
+    "octavo_row_kind": (c_int64, c_int64),
     "octavo_packed_size": (c_int64, c_int64, c_int64, c_int64),
     "octavo_pack_weight": (None, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64),
 }

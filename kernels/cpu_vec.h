@@ -29,6 +29,10 @@ typedef int32_t vint __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t bf16;  // the upper half of a float32
 typedef uint16_t vbf16 __attribute__((vector_size(kLanes * 2)));
 
+#if defined(__AVX512F__)
+constexpr __mmask16 kEveryLane = 0xffff;  // GCC 12 warns of the intrinsics that have no mask
+#endif
+
 OCTAVO_INLINE vfloat load(const float* p) {
   vfloat v;
   std::memcpy(&v, p, sizeof v);
@@ -42,13 +46,21 @@ OCTAVO_INLINE vfloat splat(float x) { return x - vfloat{}; }
 
 // The first `count` floats, zeros after them. 0 <= count <= kLanes.
 OCTAVO_INLINE vfloat load_some(const float* p, int count) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
+#else
   vfloat v{};
   std::memcpy(&v, p, count * sizeof(float));
   return v;
+#endif
 }
 
 OCTAVO_INLINE void store_some(float* p, vfloat v, int count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), v);
+#else
   std::memcpy(p, &v, count * sizeof(float));
+#endif
 }
 
 OCTAVO_INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
@@ -61,8 +73,22 @@ OCTAVO_INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-OCTAVO_INLINE vfloat vmax(vfloat a, vfloat b) { return a > b ? a : b; }
-OCTAVO_INLINE vfloat vmin(vfloat a, vfloat b) { return a < b ? a : b; }
+// The second where either is NaN.
+OCTAVO_INLINE vfloat vmax(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_max_ps(kEveryLane, a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+OCTAVO_INLINE vfloat vmin(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(kEveryLane, a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 // Sums pairwise, always in the same order: lane i with lane i + n / 2, and so on.
 OCTAVO_INLINE float sum(vfloat v) {
@@ -116,11 +142,26 @@ OCTAVO_INLINE void store(bf16* p, vfloat v) {
 #endif
 }
 
-// e to the power of x, relative error below 2e-7 (Cody-Waite reduction, degree 6); 0 below -87, inf above 88.
+// 1 / x for x from 1e-37 to 1e37, relative error below 2e-7.
+OCTAVO_INLINE vfloat reciprocal(vfloat x) {
+#if defined(__AVX512F__)
+  const vfloat guess = _mm512_maskz_rcp14_ps(kEveryLane, x);
+  return guess * fma(-x, guess, splat(2.0f));  // one step of Newton's method
+#else
+  return 1.0f / x;
+#endif
+}
+
+// e to the power of x, relative error below 2e-7 (Cody-Waite reduction, degree 6); 0 below -104, inf above 89.
 OCTAVO_INLINE vfloat vexp(vfloat x) {
+#if defined(__AVX512F__)
+  x = vmin(splat(104.0f), vmax(splat(-104.0f), x));  // keeps NaN
+  vfloat n = _mm512_maskz_roundscale_ps(kEveryLane, x * 1.44269504088896341f, 0);  // to the nearest
+#else
   vfloat n = x * 1.44269504088896341f;
   vint k = __builtin_convertvector(n + (n > 0.0f ? splat(0.5f) : splat(-0.5f)), vint);
   n = __builtin_convertvector(k, vfloat);
+#endif
   vfloat r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   vfloat p = splat(1.9875691500e-4f);
@@ -130,8 +171,29 @@ OCTAVO_INLINE vfloat vexp(vfloat x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r + 1.0f);
-  vfloat scaled = p * (vfloat)((k + 127) << 23);
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(kEveryLane, p, n);
+#else
+  const vfloat scaled = p * (vfloat)((k + 127) << 23);
   return x < -87.0f ? splat(0.0f) : (x > 88.0f ? splat(INFINITY) : scaled);
+#endif
+}
+
+// 2 to the power of x, which is not above 0, relative error below 3e-7 (degree 6).
+OCTAVO_INLINE vfloat exp2_below_zero(vfloat x) {
+#if defined(__AVX512F__)
+  const vfloat r = _mm512_maskz_reduce_ps(kEveryLane, x, 0);  // x less the nearest integer
+  vfloat p = splat(1.535336188319500e-4f);
+  p = fma(p, r, splat(1.339887440266574e-3f));
+  p = fma(p, r, splat(9.618437357674640e-3f));
+  p = fma(p, r, splat(5.550332471162809e-2f));
+  p = fma(p, r, splat(2.402264791363012e-1f));
+  p = fma(p, r, splat(6.931472028550421e-1f));
+  p = fma(p, r, splat(1.0f));
+  return _mm512_maskz_scalef_ps(kEveryLane, p, x - r);
+#else
+  return vexp(x * 0.693147180559945f);
+#endif
 }
 
 }  // namespace octavo

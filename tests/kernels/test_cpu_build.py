@@ -491,25 +491,31 @@ def test_the_ops_compile_for_every_target_without_a_warning(
 
 # --- programs --------------------------------------------------------------------------------------
 
-# Every op claims `num_tokens` pieces and adds 1 to each cell that still holds what the op before left.
+# A sample op claims `num_rows` pieces and adds 1 to each cell that still holds what the op before left. A gate op
+# moves each of its tokens' cells on from `kind` to `kind + 1`, an embed op from `dtype` to `dtype + 1`.
 CHAIN = """
 #include "cpu_ops.h"
 namespace octavo {
-void embed_part(const EmbedArgs& a, const Team& team) {
-  team.claim(*a.num_tokens, 1, [&](int64_t begin, int64_t end) {
+void sample_part(const SampleArgs& a, const Team& team) {
+  team.claim(*a.num_rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-      if (a.out[*a.num_tokens - 1 - i] == float(a.hidden)) a.out[*a.num_tokens + i] += 1.0f;
+      if (a.out[*a.num_rows - 1 - i] == a.vocab_size) a.out[*a.num_rows + i] += 1;
   });
 }
-#define NOTHING(name, Args) void name(const Args&, const Team&) {}
-NOTHING(rms_norm_part, RmsNormArgs)
-NOTHING(gate_part, GateArgs)
-NOTHING(rotary_part, RotaryArgs)
-NOTHING(store_kv_part, StoreKVArgs)
-NOTHING(attention_part, AttentionArgs)
-NOTHING(pack_rows_part, PackRowsArgs)
-NOTHING(linear_part, LinearArgs)
-NOTHING(sample_part, SampleArgs)
+void gate_rows(const GateArgs& a, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i++) a.out[i] = a.out[i] == float(a.kind) ? a.kind + 1 : -1;
+}
+void embed_rows(const EmbedArgs& a, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i++) a.out[i] = a.out[i] == float(a.dtype) ? a.dtype + 1 : -1;
+}
+#define NO_ROWS(name, Args) void name(const Args&, int64_t, int64_t) {}
+#define NO_PART(name, Args) void name(const Args&, const Team&) {}
+NO_ROWS(rms_norm_rows, RmsNormArgs)
+NO_ROWS(rotary_rows, RotaryArgs)
+NO_ROWS(store_kv, StoreKVArgs)
+NO_ROWS(pack_rows, PackRowsArgs)
+NO_PART(attention_part, AttentionArgs)
+NO_PART(linear_part, LinearArgs)
 }  // namespace octavo
 """
 
@@ -533,32 +539,52 @@ def test_ops_of_a_program_run_in_order_and_every_piece_once(
 ) -> None:
     """Row i of cells is written by op i, which reads row i - 1 in the other direction."""
     pieces, length = 33, 200
-    cells = (ctypes.c_float * (pieces * (length + 1)))()
+    cells = (ctypes.c_int64 * (pieces * (length + 1)))()
     count = ctypes.c_int64(pieces)
     steps = [
-        cpu_structs.EmbedArgs(
-            num_tokens=ctypes.addressof(count),
-            hidden=int(index > 0),
-            out=ctypes.addressof(cells) + index * pieces * 4,
+        cpu_structs.SampleArgs(
+            num_rows=ctypes.addressof(count),
+            vocab_size=int(index > 0),
+            out=ctypes.addressof(cells) + index * pieces * 8,
         )
         for index in range(length)
     ]
     for turn in range(3):
-        cells[pieces:] = [0.0] * (pieces * length)
+        cells[pieces:] = [0] * (pieces * length)
         cpu_structs.run(program_library, steps, num_threads)
-        assert list(cells[pieces:]) == [1.0] * (pieces * length), f"turn {turn}"
+        assert list(cells[pieces:]) == [1] * (pieces * length), f"turn {turn}"
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 5, 33])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_ops_that_do_each_token_by_itself_do_all_of_them_in_order(
+    num_threads: int, num_tokens: int, program_library: ctypes.CDLL
+) -> None:
+    """Neighbours share a run; a sample op in the middle, which does nothing here, ends it."""
+    cells = (ctypes.c_float * 40)()
+    count, nothing = ctypes.c_int64(num_tokens), ctypes.c_int64(0)
+    address = {"num_tokens": ctypes.addressof(count), "out": ctypes.addressof(cells)}
+    steps = [
+        cpu_structs.GateArgs(kind=0, **address),
+        cpu_structs.EmbedArgs(dtype=1, **address),
+        cpu_structs.GateArgs(kind=2, **address),
+        cpu_structs.SampleArgs(num_rows=ctypes.addressof(nothing)),
+        cpu_structs.EmbedArgs(dtype=3, **address),
+    ]
+    cpu_structs.run(program_library, steps, num_threads)
+    assert list(cells) == [4.0] * num_tokens + [0.0] * (40 - num_tokens)
 
 
 def test_live_cells_are_read_at_every_run(program_library: ctypes.CDLL) -> None:
-    cells = (ctypes.c_float * 20)()
+    cells = (ctypes.c_int64 * 20)()
     count = ctypes.c_int64(3)
-    step = cpu_structs.EmbedArgs(
-        num_tokens=ctypes.addressof(count), hidden=0, out=ctypes.addressof(cells)
+    step = cpu_structs.SampleArgs(
+        num_rows=ctypes.addressof(count), vocab_size=0, out=ctypes.addressof(cells)
     )
     program = cpu_structs.program([step])
     program_library.octavo_run(ctypes.addressof(program), 1, 2)
     assert sum(cells) == 3
-    cells[:] = [0.0] * 20
+    cells[:] = [0] * 20
     count.value = 9
     program_library.octavo_run(ctypes.addressof(program), 1, 2)
     assert sum(cells) == 9

@@ -92,13 +92,23 @@ def dequantise(kind: WeightKind, blocks: Tensor) -> Tensor:
     return values.flatten(1)
 
 
+def multiplies_integers(packed: PackedWeight) -> bool:
+    """Else the processor has AMX, and the values of groups are rounded to bfloat16."""
+    return packed.row_kind == RowKind.INT8
+
+
+def as_multiplied(packed: PackedWeight, values: Tensor) -> Tensor:
+    return values if multiplies_integers(packed) else values.float().bfloat16().double()
+
+
 def make(
     native: ctypes.CDLL, kind: WeightKind, out_features: int, in_features: int, bias: Tensor | None
 ) -> tuple[PackedWeight, Tensor]:
     """A packed weight, and the same in float64."""
     if kind in GROUPED:
         blocks = draw_blocks(kind, out_features, in_features)
-        return pack_gguf_weight(native, blocks, kind, bias), dequantise(kind, blocks)
+        packed, values = pack_gguf_weight(native, blocks, kind, bias), dequantise(kind, blocks)
+        return packed, as_multiplied(packed, values)
     weight = draw(out_features, in_features, seed=1)
     if kind == WeightKind.BFLOAT16:
         weight = weight.bfloat16()
@@ -131,7 +141,7 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """The native product; rows of x and out may be strided."""
-    if packed.row_kind is None:
+    if packed.row_kind == RowKind.FLOAT32:
         rows = x
     else:
         rows = pack_rows(native, x, packed.row_kind, num_threads)
@@ -157,7 +167,7 @@ def linear(
 def as_product_sees(native: ctypes.CDLL, x: Tensor, packed: PackedWeight) -> Tensor:
     """x in float64, after what rounding its packing does."""
     num_rows, size = x.shape
-    if packed.row_kind is None:
+    if packed.row_kind == RowKind.FLOAT32:
         return x.double()
     if packed.row_kind == RowKind.BFLOAT16:
         return x.bfloat16().double()
@@ -175,9 +185,9 @@ def assert_matches(native: ctypes.CDLL, x: Tensor, packed: PackedWeight, weight:
     expected, size = seen @ weight.T, seen.abs() @ weight.abs().T
     if packed.bias is not None:
         expected, size = expected + packed.bias, size + packed.bias.abs()
-    steps = max(packed.in_features if packed.kind not in GROUPED else packed.in_features / 8, 16)
+    steps = max(packed.in_features / (8 if multiplies_integers(packed) else 1), 16)
     bound = size * (4 * 2.0**-24 * math.sqrt(steps)) + 1e-30
-    if packed.kind in GROUPED:  # offsets cancel: d * q + m is smaller than its parts
+    if multiplies_integers(packed):  # offsets cancel: d * q + m is smaller than its parts
         bound = bound + seen.abs().sum(1, keepdim=True) * weight.abs().max() * 4 * 2.0**-24
     error = (linear(native, x, packed).double() - expected).abs()
     assert (error <= bound).all(), (error / bound).max()
@@ -209,6 +219,20 @@ def test_odd_shapes_of_groups(native: ctypes.CDLL, kind: WeightKind, has_bias: b
             bias = bias_for(out_features, has_bias)
             packed, weight = make(native, kind, out_features, in_features, bias)
             assert_matches(native, draw(5, in_features), packed, weight)
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("num_rows", [1, 17, 33, 700])
+def test_groups_give_the_bits_of_bfloat16_where_there_is_amx(
+    native: ctypes.CDLL, kind: WeightKind, num_rows: int
+) -> None:
+    blocks = draw_blocks(kind, 100, 1536)
+    packed = pack_gguf_weight(native, blocks, kind)
+    if multiplies_integers(packed):
+        pytest.skip("no AMX")
+    rounded = pack_weight(native, dequantise(kind, blocks).float().bfloat16())
+    x = draw(num_rows, 1536)
+    assert torch.equal(bits(linear(native, x, packed)), bits(linear(native, x, rounded)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -319,7 +343,7 @@ def test_the_largest_numbers_do_not_overflow(native: ctypes.CDLL, kind: WeightKi
         packed = pack_gguf_weight(native, blocks.view(40, -1), kind)
         signs = torch.tensor([1.0, -1.0, 0.0])[:, None]
         x = signs.expand(3, 64).contiguous()
-        assert_matches(native, x, packed, dequantise(kind, blocks))
+        assert_matches(native, x, packed, as_multiplied(packed, dequantise(kind, blocks)))
 
 
 def test_grouped_weights_keep_extreme_scales(native: ctypes.CDLL) -> None:
@@ -331,7 +355,7 @@ def test_grouped_weights_keep_extreme_scales(native: ctypes.CDLL) -> None:
     x = torch.zeros(1, GROUP)
     x[0, 0] = 127.0
     packed = pack_gguf_weight(native, blocks, WeightKind.Q8_0)
-    assert torch.equal(linear(native, x, packed)[0], d * 127)
+    assert torch.equal(linear(native, x, packed)[0].double(), as_multiplied(packed, d) * 127)
 
 
 def test_a_packed_weight_takes_strided_sources(native: ctypes.CDLL) -> None:

@@ -1,0 +1,274 @@
+// Products on Intel's AMX: rows of bfloat16 times weights of bfloat16, summed in float32.
+//
+// Weights of GGUF's groups become bfloat16 on their way: d * q + m, rounded once, is the very number that
+// the same weight has when it is loaded as bfloat16. So it costs no quality that bfloat16 does not cost, and the
+// products of both are bit-equal; what is saved is memory and its bandwidth.
+#pragma once
+
+#include <vector>
+
+#include "cpu_amx.h"
+#include "cpu_linear_tile.h"
+
+namespace octavo {
+namespace {
+
+#if defined(OCTAVO_AMX)
+
+// How a thread's tiles are used: two by two tiles of 16 rows by 16 columns, so that each that is
+// loaded is used twice. 0, 1: sums of the first 16 rows; 2, 3: of the others. 4, 5: rows. 6, 7:
+// weights.
+class Tiles {
+ public:
+  Tiles() = default;
+  ~Tiles() { _tile_release(); }  // a thread with live tiles costs more to switch
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+  void set_rows(int64_t count) {
+    if (count == count_) return;
+    count_ = count;
+    const uint8_t upper = uint8_t(std::min<int64_t>(count, 16)), lower = uint8_t(count - upper);
+    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+    TileShapes shapes;
+    for (int i = 0; i < 8; i++) shapes.set(i, rows[i], rows[i] > 0 ? 64 : 0);
+    shapes.load();
+  }
+
+ private:
+  int64_t count_ = 0;
+};
+
+// The rows of a product, and the tiles that they are multiplied in.
+class AmxRows {
+ public:
+  AmxRows(const LinearArgs& a) : packed_(kRowsBfloat16, a.capacity, a.in_features), x_(a.x) {}
+
+  int64_t bytes() const { return packed_.padded * 2; }
+  void set_count(int64_t count) { tiles_.set_rows(count); }
+
+  // Sums of up to 32 rows by one panel. `weights(step)` gives the address of that step's two tiles.
+  template <bool two, typename Weights>
+  OCTAVO_INLINE void multiply(int64_t row, int64_t steps, Weights weights, float* out,
+                              int64_t out_stride) const {
+    const bf16* x = packed_.bf16_row(x_, row);
+    const int64_t stride = bytes();
+    const bf16* lower = packed_.bf16_row(x_, row + 16);
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t step = 0; step < steps; step++) {
+      const char* tiles = weights(step);
+      if (two && step < 16) fetch_sums(out + 2 * step * out_stride, out_stride);
+      asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
+      _tile_loadd(4, x + step * kGroup, stride);
+      _tile_loadd(6, tiles, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, tiles + kTileBytes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (two) {
+        _tile_loadd(5, lower + step * kGroup, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + kLanes, out_stride * 4);
+    if (two) {
+      _tile_stored(2, out + 16 * out_stride, out_stride * 4);
+      _tile_stored(3, out + 16 * out_stride + kLanes, out_stride * 4);
+    }
+    asm volatile("" ::: "memory");
+  }
+
+ private:
+  // Asks for where two rows of sums will be stored: a store to memory that is far holds up those
+  // behind it.
+  OCTAVO_INLINE static void fetch_sums(const float* out, int64_t out_stride) {
+    for (int64_t i = 0; i < 2; i++) {
+      __builtin_prefetch(out + i * out_stride, 1);
+      __builtin_prefetch(out + i * out_stride + kLanes, 1);
+    }
+  }
+
+  PackedRows packed_;
+  const void* x_;
+  Tiles tiles_;
+};
+
+class AmxBfloat16Kernel {
+ public:
+  static constexpr int64_t kRows = 32;
+  static constexpr int64_t kRowStep = 16;
+  static constexpr bool kPanelsFirst = false;
+
+  AmxBfloat16Kernel(const LinearArgs& a, const WeightLayout& layout)
+      : rows_(a), steps_(layout.steps) {}
+
+  int64_t row_bytes() const { return rows_.bytes(); }
+
+  void prepare(const TileRows& rows) {
+    rows_.set_count(rows.count);
+    is_cold_ = rows.is_first;
+  }
+
+  void run(int64_t row, int64_t count, const char* panel, float* out, int64_t out_stride) {
+    count <= 16 ? tile<false>(row, panel, out, out_stride) : tile<true>(row, panel, out, out_stride);
+  }
+
+ private:
+  template <bool two>
+  OCTAVO_NOINLINE void tile(int64_t row, const char* panel, float* out, int64_t out_stride) const {
+    const auto weights = [&](int64_t step) {
+      const char* tiles = panel + step * 2 * kTileBytes;
+      if (is_cold_) fetch_ahead<2 * kTileBytes>(tiles);
+      return tiles;
+    };
+    rows_.multiply<two>(row, steps_, weights, out, out_stride);
+  }
+
+  AmxRows rows_;
+  int64_t steps_;
+  bool is_cold_ = true;
+};
+
+// ---- GGUF's groups ------------------------------------------------------------------------------
+//
+// Of a half panel's group, 16 vectors of bfloat16 are wanted, one for each pair of k: [column][2]. Each is
+// rounded from two vectors of float32, of 8 columns by 2 numbers of k: the numbers lie in the order of
+// their lanes, so that nothing has to change places.
+//
+//   Q4_0, Q4_1  [4][16 lanes] words: bits 4i .. 4i + 3 are the lane's number of vector 8 * row + i
+//   Q8_0        [32 vectors][16 lanes] bytes
+
+constexpr __mmask16 kAllLanes = 0xffff;  // GCC 12 warns of the intrinsics without a mask
+
+OCTAVO_INLINE vfloat permute(vint lanes, vfloat from) {
+  return _mm512_maskz_permutexvar_ps(kAllLanes, (__m512i)lanes, from);
+}
+
+// Each of 8 columns' factors twice.
+OCTAVO_INLINE vfloat twice(vfloat factors, int first) {
+  vint lanes{};
+  for (int i = 0; i < kLanes; i++) lanes[i] = first + i / 2;
+  return permute(lanes, factors);
+}
+
+OCTAVO_INLINE void store_pair(char* to, vfloat low, vfloat high) {
+  const __m512bh both = _mm512_maskz_cvtne2ps_pbh(0xffffffffu, high, low);
+  std::memcpy(to, &both, sizeof both);
+}
+
+// Decodes the numbers of half a panel's group. d and m: of its 16 columns.
+template <int64_t kind>
+OCTAVO_INLINE void decode_half(const char* numbers, vfloat d, vfloat m, char* to) {
+  const vfloat d_low = twice(d, 0), d_high = twice(d, 8);
+  const vfloat m_low = twice(m, 0), m_high = twice(m, 8);
+  if constexpr (kind == kWeightQ8_0) {
+#pragma GCC unroll 4
+    for (int64_t pair = 0; pair < kPairs; pair++, numbers += 2 * kLanes) {
+      store_pair(to + pair * 64, load_bytes(numbers) * d_low, load_bytes(numbers + kLanes) * d_high);
+    }
+  } else {
+    vfloat values{};  // of the 16 numbers that 4 bits hold
+    for (int i = 0; i < kLanes; i++) values[i] = float(kind == kWeightQ4_0 ? i - 8 : i);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < 4; row++) {
+      const vint words = load_words(numbers + row * 64);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; i++) {
+        vfloat low = permute(words >> (8 * i), values);  // looks at the lowest 4 bits of a lane
+        vfloat high = permute(words >> (8 * i + 4), values);
+        low = kind == kWeightQ4_1 ? fma(low, d_low, m_low) : low * d_low;
+        high = kind == kWeightQ4_1 ? fma(high, d_high, m_high) : high * d_high;
+        store_pair(to + (4 * row + i) * 64, low, high);
+      }
+    }
+  }
+}
+
+// Decodes a panel's group to the two tiles of a bfloat16 weight.
+template <int64_t kind>
+OCTAVO_INLINE void decode_group(const char* group, char* to) {
+  constexpr int64_t kBytes = kPanel * (kind == kWeightQ8_0 ? kGroup : kGroup / 2);
+  const uint16_t* d = reinterpret_cast<const uint16_t*>(group + kBytes);
+#pragma GCC unroll 2
+  for (int64_t half = 0; half < 2; half++) {
+    const vfloat m = kind == kWeightQ4_1 ? load_half(d + (2 + half) * kLanes) : vfloat{};
+    decode_half<kind>(group + half * kBytes / 2, load_half(d + half * kLanes), m,
+                      to + half * kTileBytes);
+  }
+}
+
+template <int64_t kind>
+class AmxGroupedKernel {
+ public:
+  static constexpr int64_t kRows = 32;
+  static constexpr int64_t kRowStep = 16;
+  static constexpr bool kPanelsFirst = true;
+
+  AmxGroupedKernel(const LinearArgs& a, const WeightLayout& layout)
+      : rows_(a), steps_(layout.steps), step_bytes_(layout.step_bytes) {}
+
+  int64_t row_bytes() const { return rows_.bytes(); }
+
+  void prepare(const TileRows& rows) {
+    rows_.set_count(rows.count);
+    is_alone_ = rows.is_only;
+  }
+
+  void run(int64_t row, int64_t count, const char* panel, float* out, int64_t out_stride) {
+    count <= 16 ? tile<false>(row, panel, out, out_stride) : tile<true>(row, panel, out, out_stride);
+  }
+
+ private:
+  static constexpr int64_t kStepBytes = 2 * kTileBytes;  // decoded
+
+  // For a tile alone, a step is decoded while the one before it is multiplied; for several, all of the panel,
+  // by the first of them.
+  template <bool two>
+  OCTAVO_NOINLINE void tile(int64_t row, const char* panel, float* out, int64_t out_stride) {
+    if (is_alone_) {
+      alignas(64) char decoded[2][kStepBytes];
+      decode(panel, 0, decoded[0]);
+      const auto weights = [&](int64_t step) {
+        if (step + 1 < steps_) decode(panel, step + 1, decoded[(step + 1) % 2]);
+        return decoded[step % 2];
+      };
+      rows_.multiply<two>(row, steps_, weights, out, out_stride);
+      return;
+    }
+    char* decoded = scratch(steps_ * kStepBytes);
+    if (panel != decoded_panel_) {
+      for (int64_t step = 0; step < steps_; step++) decode(panel, step, decoded + step * kStepBytes);
+      decoded_panel_ = panel;
+    }
+    const auto weights = [&](int64_t step) { return decoded + step * kStepBytes; };
+    rows_.multiply<two>(row, steps_, weights, out, out_stride);
+  }
+
+  OCTAVO_INLINE void decode(const char* panel, int64_t step, char* to) const {
+    const char* group = panel + step * step_bytes_;
+    for (int64_t i = 0; i < step_bytes_; i += 64) __builtin_prefetch(group + kAhead + i);
+    decode_group<kind>(group, to);
+  }
+
+  static char* scratch(size_t size) {
+    static thread_local std::vector<char> memory;
+    if (memory.size() < size + 64) memory.resize(size + 64);
+    return memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
+  }
+
+  AmxRows rows_;
+  int64_t steps_, step_bytes_;
+  bool is_alone_ = true;
+  const char* decoded_panel_ = nullptr;
+};
+
+#endif
+
+}  // namespace
+}  // namespace octavo

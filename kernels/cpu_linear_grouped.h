@@ -1,0 +1,183 @@
+// grouped
+#pragma once
+
+#include "cpu_linear_tile.h"
+
+namespace octavo {
+namespace {
+
+// ---- GGUF's groups ------------------------------------------------------------------------------
+
+// sum + the products of four unsigned bytes of w and four signed bytes of x, in each lane.
+OCTAVO_INLINE vint add_products(vint sum, vint w, vint x) {
+#if defined(__AVX512VNNI__)
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // GCC 12 spills around the intrinsic
+  return sum;
+#elif defined(__AVXVNNI__)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+  return sum;
+#elif defined(__AVX512BW__)
+  const __m512i a = (__m512i)w, b = (__m512i)x;
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)),
+                                         _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+  return sum + (vint)even + (vint)odd;
+#elif defined(__AVX2__)
+  const __m256i a = (__m256i)w, b = (__m256i)x;
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+  return sum + (vint)even + (vint)odd;
+#else
+  for (int shift = 0; shift < 32; shift += 8)
+    sum += ((w >> shift) & 255) * ((x << (24 - shift)) >> 24);
+  return sum;
+#endif
+}
+
+// As add_products for w of at most 15, of which a group's 8 quads fit into 16 bits: where VPDPBUSD
+// is missing, sums are pairs of 16 bits until finish_small adds them up.
+OCTAVO_INLINE vint add_small_products(vint sum, vint w, vint x) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  return add_products(sum, w, x);
+#elif defined(__AVX512BW__)
+  return (vint)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+#elif defined(__AVX2__)
+  return (vint)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+#else
+  return add_products(sum, w, x);
+#endif
+}
+
+OCTAVO_INLINE vint finish_small(vint sum) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  return sum;
+#elif defined(__AVX512BW__)
+  return (vint)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  return (vint)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
+  return sum;
+#endif
+}
+
+// Bytes of one panel's group: its numbers, and all of it.
+template <int64_t kind>
+constexpr int64_t kNumberBytes = kPanel * (kind == kWeightQ8_0 ? kGroup : kGroup / 2);
+template <int64_t kind>
+constexpr int64_t kGroupBytes = kNumberBytes<kind> + kPanel * (kind == kWeightQ4_1 ? 4 : 2);
+
+constexpr int64_t kQuadBytes = kPanel * 4;
+constexpr int32_t kNibbles = 0x0f0f0f0f;
+
+// What makes values of a panel's group of dot products.
+template <int64_t kind>
+struct Factors {
+  vfloat d0, d1, m0, m1;
+
+  OCTAVO_INLINE explicit Factors(const char* group) {
+    const uint16_t* at = reinterpret_cast<const uint16_t*>(group + kNumberBytes<kind>);
+    d0 = load_half(at);
+    d1 = load_half(at + kLanes);
+    if (kind == kWeightQ4_1) {
+      m0 = load_half(at + 2 * kLanes);
+      m1 = load_half(at + 3 * kLanes);
+    }
+  }
+
+  // Adds to one row's sums. The dot products are of the stored numbers, which are never negative;
+  // `sum_of_x` takes back what they were shifted by.
+  OCTAVO_INLINE void add(vfloat (&sums)[2], vint dot0, vint dot1, float scale,
+                         float sum_of_x) const {
+    const vfloat product0 = __builtin_convertvector(dot0, vfloat);
+    const vfloat product1 = __builtin_convertvector(dot1, vfloat);
+    if (kind == kWeightQ4_1) {
+      sums[0] = fma(product0 * d0, splat(scale), fma(m0, splat(sum_of_x), sums[0]));
+      sums[1] = fma(product1 * d1, splat(scale), fma(m1, splat(sum_of_x), sums[1]));
+    } else {
+      const vfloat shift = splat(sum_of_x) * (kind == kWeightQ8_0 ? -128.0f : -8.0f);
+      sums[0] = fma(fma(product0, splat(scale), shift), d0, sums[0]);
+      sums[1] = fma(fma(product1, splat(scale), shift), d1, sums[1]);
+    }
+  }
+};
+
+template <int64_t kind>
+class GroupedKernel {
+ public:
+  static constexpr int64_t kRows = kRegisters == 32 ? 6 : 3;
+  static constexpr int64_t kRowStep = 1;
+  static constexpr bool kPanelsFirst = false;
+
+  GroupedKernel(const LinearArgs& a, const WeightLayout& layout)
+      : packed_(kRowsInt8, a.capacity, a.in_features),
+        x_(a.x),
+        groups_(layout.steps) {}
+
+  int64_t row_bytes() const { return packed_.padded + packed_.groups * 8; }
+  void prepare(const TileRows&) {}
+
+  void run(int64_t row, int64_t count, const char* panel, float* out, int64_t out_stride) const {
+    run_tile<kRows>(*this, row, count, panel, out, out_stride);
+  }
+
+  template <int R>
+  OCTAVO_NOINLINE void tile(int64_t row, const char* panel, float* out, int64_t out_stride) const {
+    const Rows<int8_t, R> rows(packed_.int8_row(x_, row), packed_.padded);
+    const Rows<float, R> scales(packed_.scale_row(x_, row), packed_.groups);
+    const Rows<float, R> sums_of_x(packed_.sum_row(x_, row), packed_.groups);
+    vfloat sums[R][2] = {};
+    for (int64_t group = 0; group < groups_; group++, panel += kGroupBytes<kind>) {
+      fetch_ahead<kGroupBytes<kind>>(panel);
+      vint dots[R][2] = {};
+      add_group<R>(dots, rows, group * kGroup, panel);
+      const Factors<kind> factors(panel);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++)
+        factors.add(sums[r], dots[r][0], dots[r][1], *scales.at(r, group),
+                    *sums_of_x.at(r, group));
+    }
+    store_tile<R>(sums, out, out_stride);
+  }
+
+ private:
+  template <int R>
+  OCTAVO_INLINE static void add_group(vint (&dots)[R][2], const Rows<int8_t, R>& rows, int64_t k,
+                                      const char* numbers) {
+#pragma GCC unroll 8
+    for (int quad = 0; quad < (kind == kWeightQ8_0 ? 8 : 4); quad++) {
+      const vint w0 = load_words(numbers + quad * kQuadBytes);
+      const vint w1 = load_words(numbers + quad * kQuadBytes + kQuadBytes / 2);
+      if (kind == kWeightQ8_0) {
+        add_quad<R>(dots, rows, k + quad * 4, w0, w1);
+      } else {
+        add_quad<R>(dots, rows, k + quad * 4, w0 & kNibbles, w1 & kNibbles);
+        add_quad<R>(dots, rows, k + 16 + quad * 4, (w0 >> 4) & kNibbles, (w1 >> 4) & kNibbles);
+      }
+    }
+    if (kind == kWeightQ8_0) return;
+    for (int r = 0; r < R; r++)
+      for (int half = 0; half < 2; half++) dots[r][half] = finish_small(dots[r][half]);
+  }
+
+  template <int R>
+  OCTAVO_INLINE static void add_quad(vint (&dots)[R][2], const Rows<int8_t, R>& rows, int64_t k,
+                                     vint w0, vint w1) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const vint x = splat_word(rows.at(r, k));
+      for (int half = 0; half < 2; half++) {
+        const vint w = half == 0 ? w0 : w1;
+        dots[r][half] = kind == kWeightQ8_0 ? add_products(dots[r][half], w, x)
+                                            : add_small_products(dots[r][half], w, x);
+      }
+    }
+  }
+
+  PackedRows packed_;
+  const void* x_;
+  int64_t groups_;
+};
+
+}  // namespace
+}  // namespace octavo
