@@ -28,6 +28,7 @@ from octavo.kernels.cpu_build import load_library
 from octavo.kernels.cpu_linear import (
     BLOCK_BYTES,
     PackedWeight,
+    RowKind,
     WeightKind,
     pack_gguf_weight,
     pack_weight,
