@@ -157,9 +157,9 @@ class ModelConfig(_Checked):
         choices=DTYPES,
     )
     quantization: str = option(
-        "none",
-        "auto: quantised matrices of a GGUF file (Q4_0, Q4_1, Q8_0) are used as they are, where the kernels can "
-        "and --dtype is auto; none: they are widened to --dtype.",
+        "auto",
+        "auto: quantised matrices of a GGUF file (Q4_0, Q4_1, Q8_0) stay as they are in memory, where the kernels "
+        "can and --dtype is auto; none: they are widened to --dtype.",
         choices=("auto", "none"),
     )
     max_model_len: int | None = option(

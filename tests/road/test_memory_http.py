@@ -105,7 +105,7 @@ def test_beams_come_best_first_with_their_log_probabilities(debugged: Any) -> No
 
 def test_beams_in_a_chat(debugged: Any) -> None:
     body = {
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
         "n": 2, "best_of": 4, "use_beam_search": True, "max_tokens": 24,
     }  # fmt: skip
     answer = httpx.post(f"{debugged.url}/v1/chat/completions", json=body, timeout=120).json()

@@ -38,7 +38,7 @@ def test_completion_streamed_and_whole_are_equal(client: openai.OpenAI) -> None:
 def test_chat_streams_with_the_role_first(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="alias",
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        messages=[{"role": "user", "content": "Name the capital of France."}],
         max_tokens=24,
         temperature=0,
         stream=True,

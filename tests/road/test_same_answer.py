@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.model, pytest.mark.native, pytest.mark.slow]
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "the file's own": {"quantization": "auto"},
+    "the file's own": {},
 }
 CROWDED = {
     "num_gpu_blocks_override": 40,
