@@ -132,7 +132,14 @@ def build_core(
     )
     watermark, mode = config.scheduler.watermark, config.scheduler.preemption_mode
     scheduler = Scheduler(
-        SchedulerLimits(*limits, pool.max_model_len, watermark, mode),
+        SchedulerLimits(
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+            pool.max_model_len,
+            watermark,
+            mode,
+            limits.max_mixed_prefill_tokens,
+        ),
         memory,
         checkpoint.eos_token_ids,
         rates=rates,

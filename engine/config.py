@@ -238,6 +238,15 @@ class SchedulerConfig(_Checked):
         least=1,
         default_text="512 on a CPU, 2048 on a GPU",
     )
+    max_mixed_prefill_tokens: int | None = option(
+        None,
+        "Prompt tokens of a step that decodes too: fewer keep running streams smoother, more begin waiting "
+        "requests sooner.",
+        kind="size",
+        unit="tokens",
+        least=1,
+        default_text="128 on a CPU, no limit of its own on a GPU",
+    )
     max_num_seqs: int | None = option(
         None,
         "Sequences computed at the same time; at most --max-num-batched-tokens.",
@@ -361,6 +370,7 @@ class StepLimits(NamedTuple):
 
     max_num_batched_tokens: int
     max_num_seqs: int
+    max_mixed_prefill_tokens: int
 
 
 def step_limits(scheduler: SchedulerConfig, *, on_gpu: bool) -> StepLimits:
@@ -376,7 +386,8 @@ def step_limits(scheduler: SchedulerConfig, *, on_gpu: bool) -> StepLimits:
             f"--max-num-seqs {max_seqs} is more than --max-num-batched-tokens {max_tokens}: each "
             "running sequence needs a token of every step."
         )
-    return StepLimits(max_tokens, max_seqs)
+    max_mixed = scheduler.max_mixed_prefill_tokens or (max_tokens if on_gpu else 128)
+    return StepLimits(max_tokens, max_seqs, max_mixed)
 
 
 def check_preemption(config: EngineConfig) -> None:

@@ -53,7 +53,7 @@ class Admitter:
     def admit(self, draft: StepDraft) -> None:
         """Admit from the head of the queue, as long as there are seats, blocks and budget."""
         waiting = self._table.waiting
-        while waiting and draft.budget > 0:
+        while waiting and draft.has_room:
             request = waiting[0]
             if not self._has_seats(request) or self._is_hopeless(request):
                 return
@@ -162,7 +162,7 @@ class Admitter:
         sequence.num_computed_tokens = start
         sequence.num_unwritten_tokens = match.num_tokens - start
         draft.introduce(sequence)
-        count = min(num_wanted - start, draft.budget)
+        count = draft.most(num_wanted - start)
         if count and not self._memory.grow(blocks, start + count):
             raise SchedulingError("a request was admitted without room for its first tokens")
         if count:

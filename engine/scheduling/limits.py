@@ -20,6 +20,7 @@ class SchedulerLimits:
     max_model_len: int
     watermark: float = 0.0  # share of blocks
     preemption_mode: str = "auto"  # "recompute", "swap"
+    max_mixed_prefill_tokens: int | None = None  # prompt tokens of a step that decodes too
 
 
 @dataclass(slots=True)

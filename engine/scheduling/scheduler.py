@@ -4,7 +4,8 @@
 num_computed_tokens`` tokens: one while it decodes, more while its prompt (or, after a preemption, its
 prompt and output) is not computed yet. A step spends at most ``max_num_batched_tokens`` tokens, on
 running sequences first, in order of admission, then on waiting requests, first come first served; what
-does not fit is computed in chunks over later steps. Chunked prefill, mixed batches, prefix hits and
+does not fit is computed in chunks over later steps. Beside sequences that decode, prompts get at most
+``max_mixed_prefill_tokens`` of it, so that running streams are not held up. Chunked prefill, mixed batches, prefix hits and
 recompute after preemption are consequences, not cases.
 
 **Admission.** A waiting request is admitted when a seat is free for each of its sequences and all blocks
@@ -132,7 +133,8 @@ class Scheduler:
         """Spend the token budget and return the step to execute."""
         table, memory = self._table, self.memory
         memory.times.now = self._clock()
-        draft = StepDraft(self.limits.max_num_batched_tokens, memory)
+        limits = self.limits
+        draft = StepDraft(limits.max_num_batched_tokens, memory, limits.max_mixed_prefill_tokens)
         num_preemptions = self.counters.num_preemptions
         self._schedule_running(draft)
         if table.waiting and self.counters.num_preemptions == num_preemptions:
@@ -159,7 +161,7 @@ class Scheduler:
             sequence = running[position]
             request, blocks = sequence.request, sequence.blocks
             start = sequence.num_computed_tokens
-            count = min(len(sequence.token_ids) - start, draft.budget)
+            count = draft.most(len(sequence.token_ids) - start)
             if request.pending:
                 count = min(count, sequence.num_prompt_tokens - start)
             if not count:  # a beam that waits for the others' candidates

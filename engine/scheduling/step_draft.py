@@ -11,8 +11,12 @@ from .request import Sequence
 class StepDraft:
     """Rows and copies so far, and the tokens that may still be added."""
 
-    def __init__(self, budget: int, memory: KVCacheManager) -> None:
+    def __init__(
+        self, budget: int, memory: KVCacheManager, max_mixed_prefill_tokens: int | None = None
+    ) -> None:
         self.budget = budget
+        self._prefill_budget = budget
+        self._max_mixed_prefill_tokens = max_mixed_prefill_tokens
         self.rows: list[ScheduledRow] = []
         self.new_rows: list[NewRow] = []
         self.copies: dict[int, list[BlockCopy]] = {}
@@ -20,6 +24,17 @@ class StepDraft:
         self.prefix_copies: list[BlockCopy] = []
         """Hits inside a block."""
         self._memory = memory
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a prompt may be begun."""
+        return min(self.budget, self._prefill_budget) > 0
+
+    def most(self, num_owed: int) -> int:
+        """How many tokens may be added for a sequence that is owed so many."""
+        if num_owed > 1:
+            num_owed = min(num_owed, self._prefill_budget)
+        return min(num_owed, self.budget)
 
     @property
     def block_copies(self) -> tuple[BlockCopy, ...]:
@@ -48,13 +63,20 @@ class StepDraft:
         blocks, size = sequence.live_blocks, self._memory.block_size
         self.rows.append(_row(sequence, blocks, start, count))
         self.budget -= count
+        if count > 1 or start < sequence.num_prompt_tokens - 1:
+            self._prefill_budget -= count
+        elif self._max_mixed_prefill_tokens is not None:
+            self._prefill_budget = min(self._prefill_budget, self._max_mixed_prefill_tokens)
         if start % size + count >= size:
             self._memory.publish(blocks, sequence.token_ids, start, start + count)
 
     def drop(self, seq_ids: set[int]) -> None:
         """Take out the rows and copies of running sequences, which are the last ones put in."""
         while self.rows and self.rows[-1].seq_id in seq_ids:
-            self.budget += self.rows.pop().num_tokens
+            num_tokens = self.rows.pop().num_tokens
+            self.budget += num_tokens
+            if num_tokens > 1:
+                self._prefill_budget += num_tokens
         for seq_id in seq_ids:
             self.copies.pop(seq_id, None)
 

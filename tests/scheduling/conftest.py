@@ -159,6 +159,7 @@ class Bench:
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
         preemption_mode: str = "swap",
+        max_mixed_prefill_tokens: int | None = None,
         rates: ExecutorRates | None = None,
     ) -> None:
         self.memory = KVCacheManager(
@@ -168,7 +169,14 @@ class Bench:
             num_host_blocks=num_host_blocks,
             block_bytes=block_size,
         )
-        limits = SchedulerLimits(budget, max_num_seqs, max_model_len, watermark, preemption_mode)
+        limits = SchedulerLimits(
+            budget,
+            max_num_seqs,
+            max_model_len,
+            watermark,
+            preemption_mode,
+            max_mixed_prefill_tokens,
+        )
         self.scheduler = Scheduler(
             limits, self.memory, eos_token_ids, lambda: 1.0, rates or SLOW_COPIES
         )

@@ -39,6 +39,24 @@ def test_long_prompt_is_computed_in_chunks_beside_running_rows(
     assert chunks[:5] == [7, 7, 7, 7, 2]
 
 
+def test_prompts_get_less_of_a_step_that_decodes(bench: Any, expected: Expected) -> None:
+    """Alone a prompt has the whole budget; beside a decoding sequence the limit holds for all prompts together."""
+    b = bench(budget=16, max_mixed_prefill_tokens=6)
+    b.add("first", list(range(20)), max_tokens=12)
+    b.step()
+    b.step()
+    b.add("second", list(range(50, 60)), max_tokens=3)
+    b.add("third", list(range(80, 86)), max_tokens=3)
+    b.drain()
+    sizes = [[row.num_tokens for row in plan.rows] for plan in b.plans]
+    assert sizes[:6] == [[16], [4], [1, 6], [1, 4, 2], [1, 1, 4], [1, 1, 1]]
+    assert b.outputs == {
+        "first": expected(list(range(20)), 12),
+        "second": expected(list(range(50, 60)), 3),
+        "third": expected(list(range(80, 86)), 3),
+    }
+
+
 def test_blocks_grow_one_at_a_time(bench: Any) -> None:
     b = bench(block_size=4)
     b.add("a", [1, 2, 3], max_tokens=10)
