@@ -108,7 +108,7 @@ def _cuda_budget_bytes(config: EngineConfig, model: Model, device: torch.device)
 def _cuda_peak_bytes(config: EngineConfig, model: Model, ops: Ops, device: torch.device) -> int:
     """Most memory that weights and the activations of the largest step take, without the KV cache."""
     block_size = config.cache.block_size
-    num_tokens, num_rows = step_limits(config.scheduler, on_gpu=True)
+    num_tokens, num_rows, _ = step_limits(config.scheduler, on_gpu=True)
     num_blocks = -(-num_tokens // block_size) + num_rows
     torch.cuda.reset_peak_memory_stats(device)
     runner = ModelRunner(
