@@ -148,10 +148,12 @@ def test_a_row_has_medians_ranges_and_the_ratio_within_each_round(compare: Any) 
 
 
 def test_rounds_that_one_engine_lacks_do_not_count(compare: Any) -> None:
-    ours = samples("C", "seconds", [1, 2])[::-1]
-    (row,) = part("figures").make_rows(ours, samples("C", "seconds", [4, 4, 400]))
+    two, three = samples("C", "seconds", [1, 2])[::-1], samples("C", "seconds", [4, 4, 400])
+    (row,) = part("figures").make_rows(two, three)
     assert (row["octavo"], row["peer"], row["repeats"]) == (1.5, 4, 2)
     assert row["ratio_range"] == [2, 4]
+    (row,) = part("figures").make_rows(three, two)
+    assert (row["octavo"], row["peer"], row["ratio"]) == (4, 1.5, 0.375)
 
 
 def test_a_figure_that_an_engine_cannot_give_makes_no_row(compare: Any) -> None:
@@ -169,16 +171,18 @@ def test_a_row_tells_how_busy_the_machine_was_at_worst(compare: Any) -> None:
 
 
 def test_neighbours_are_seen_and_the_engine_is_not_one(compare: Any) -> None:
-    spin = "import time; end = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
-    busy = subprocess.Popen([sys.executable, "-c", spin])
-    try:
-        own = part("machine").Neighbours([psutil.Process(busy.pid)])
-        other = part("machine").Neighbours([])
-        time.sleep(0.5)
-        assert own.share() < other.share()
-    finally:
-        busy.kill()
-        busy.wait()
+    spin = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    pipe = subprocess.PIPE
+    busy = subprocess.Popen([sys.executable, "-c", spin], stdin=pipe, stdout=pipe)
+    begin = time.monotonic()
+    own = part("machine").Neighbours([psutil.Process(busy.pid)])
+    other = part("machine").Neighbours([])
+    assert busy.stdout is not None
+    busy.stdout.readline()  # half a second of computing is done
+    shares = own.share(), other.share()
+    capacity = (time.monotonic() - begin) * (psutil.cpu_count() or 1)
+    busy.communicate(b"\n")
+    assert (shares[1] - shares[0]) * capacity > 0.3
 
 
 # --- results and table ---------------------------------------------------------------------------
@@ -463,10 +467,17 @@ def test_a_worker_cannot_take_e(worker: Any) -> None:
 
 def test_an_idle_engine_is_stopped_and_wakes_for_its_turn(worker: Any) -> None:
     worker.pause()
-    assert psutil.Process(worker.process.pid).status() == psutil.STATUS_STOPPED
+    wait_until_stopped(worker.process.pid)
     with part("running").turn(worker):
         assert worker.ask("B", 1, TOKENS)["seconds"] == 2.0
-    assert psutil.Process(worker.process.pid).status() == psutil.STATUS_STOPPED
+    wait_until_stopped(worker.process.pid)
+
+
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline, "the process goes on"
+        time.sleep(0.01)
 
 
 def test_a_stopped_engine_can_be_ended(compare: Any, worker: Any) -> None:
