@@ -128,7 +128,8 @@ def _ask_choices(
         "max_tokens": NUM_OUTPUT_TOKENS,
         "ignore_eos": True,
     }
-    body |= {"use_beam_search": True, "temperature": 0} if is_search else {"seed": number}
+    drawn = {"temperature": 1.0, "seed": number}
+    body |= {"use_beam_search": True, "temperature": 0} if is_search else drawn
     begin = time.perf_counter()
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=600)
     seconds = time.perf_counter() - begin
