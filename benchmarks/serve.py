@@ -60,26 +60,40 @@ def corpus(tokenizer: Tokenizer) -> list[int]:
     return [i for i in tokenizer.encode(text, add_special_tokens=False) if i not in special]
 
 
+def embedded_corpus() -> list[int]:
+    """The corpus in tokens of the embedded model."""
+    model_path = find_embedded_model()
+    if model_path is None:
+        sys.exit("the embedded model is not installed")
+    return corpus(load_tokenizer(open_checkpoint(model_path)))
+
+
 def workload(name: str, repeat: int, ids: list[int]) -> list[Work]:
     """The requests of workload ``name``; ``W`` is a short warm-up."""
     rng = random.Random(f"{name}{repeat}")
 
-    def window(length: int) -> list[int]:
-        begin = rng.randrange(len(ids) - length)
-        return ids[begin : begin + length]
+    def cut(length: int) -> list[int]:
+        return window(rng, ids, length)
 
     if name == "A":
-        return [Work(window(128), 128) for _ in range(32)]
+        return [Work(cut(128), 128) for _ in range(32)]
     if name == "B":
-        return [Work(window(128), 128)]
+        return [Work(cut(128), 128)]
     if name == "C":
-        shared = window(512)
-        return [Work(shared + window(32), 64) for _ in range(32)]
+        shared = cut(512)
+        return [Work(shared + cut(32), 64) for _ in range(32)]
     if name == "D":
-        return [Work(window(1024), 1) for _ in range(8)]
+        return [Work(cut(1024), 1) for _ in range(8)]
     if name == "E":
-        return [Work(window(rng.randint(100, 300)), 64) for _ in range(64)]
-    return [Work(window(64), 16) for _ in range(4)]
+        return [Work(cut(rng.randint(100, 300)), 64) for _ in range(64)]
+    if name == "W":
+        return [Work(cut(64), 16) for _ in range(4)]
+    raise ValueError(f"no workload {name!r}; there are {', '.join(CONCURRENCY)}")
+
+
+def window(rng: random.Random, ids: list[int], length: int) -> list[int]:
+    begin = rng.randrange(len(ids) - length)
+    return ids[begin : begin + length]
 
 
 def percentile(values: list[float], share: float) -> float | None:
@@ -110,16 +124,23 @@ async def request(client: httpx.AsyncClient, url: str, model: str, work: Work) -
             usage = event.get("usage") or usage
             if event.get("choices"):
                 times.append(time.perf_counter())
-    num_tokens = usage["completion_tokens"]
-    if num_tokens != work.num_output_tokens:
-        raise RuntimeError(f"{num_tokens} tokens instead of {work.num_output_tokens}")
+    check_lengths(work, usage["prompt_tokens"], usage["completion_tokens"])
     return {
         "ttft": times[0] - begin,
         "itl": [b - a for a, b in itertools.pairwise(times)],
-        "tpot": (times[-1] - times[0]) / max(1, num_tokens - 1),
+        "tpot": (times[-1] - times[0]) / max(1, work.num_output_tokens - 1),
         "in": usage["prompt_tokens"],
-        "out": num_tokens,
+        "out": usage["completion_tokens"],
     }
+
+
+def check_lengths(work: Work, num_in: int, num_out: int) -> None:
+    """An engine that adds or leaves out tokens did other work than it was asked."""
+    if (num_in, num_out) != (len(work.prompt), work.num_output_tokens):
+        raise RuntimeError(
+            f"{num_in} tokens in, {num_out} out instead of {len(work.prompt)} and "
+            f"{work.num_output_tokens}"
+        )
 
 
 async def run(url: str, model: str, name: str, repeat: int, ids: list[int]) -> dict[str, Any]:
@@ -133,12 +154,15 @@ async def run(url: str, model: str, name: str, repeat: int, ids: list[int]) -> d
         begin = time.perf_counter()
         results = await asyncio.gather(*map(limited, workload(name, repeat, ids)))
         seconds = time.perf_counter() - begin
+    return {"work": name, "repeat": repeat, **summary(results, seconds)}
+
+
+def summary(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The figures of requests that took ``seconds`` together. ``itl`` may be empty."""
     itl = [gap for result in results for gap in result["itl"]]
     num_in, num_out = sum(r["in"] for r in results), sum(r["out"] for r in results)
     tpot = statistics.median(r["tpot"] for r in results)
     return {
-        "work": name,
-        "repeat": repeat,
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(results) / seconds, 3),
         "output_tokens_per_s": round(num_out / seconds, 1),
@@ -164,14 +188,21 @@ def memory_pss_bytes(pid: int) -> int:
 
 
 def wait_first_token(url: str, model: str, process: subprocess.Popen[bytes], begin: float) -> float:
+    """Seconds from ``begin`` until the server has streamed its first token."""
     body = {"model": model, "prompt": [504, 260, 253], "max_tokens": 1, "temperature": 0}
-    while process.poll() is None and time.monotonic() - begin < 600:
-        try:
-            if httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200:
-                return time.monotonic() - begin
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
+    body["stream"] = True
+    with httpx.Client(timeout=60) as client:
+        while process.poll() is None and time.monotonic() - begin < 600:
+            try:
+                with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                    if response.status_code == 200:
+                        next(line for line in response.iter_lines() if line.startswith("data:"))
+                        return time.monotonic() - begin
+                    if response.status_code != 503:  # it is still loading
+                        raise SystemExit(f"the server answered {response.read()[:400]!r}")
+            except httpx.TransportError:
+                pass
+            time.sleep(0.02)
     raise SystemExit("the server did not come up")
 
 
@@ -188,10 +219,7 @@ def main() -> None:
     parser.add_argument("--label", default="octavo")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    model_path = find_embedded_model()
-    if model_path is None:
-        sys.exit("the embedded model is not installed")
-    ids = corpus(load_tokenizer(open_checkpoint(model_path)))
+    ids = embedded_corpus()
     rows: list[dict[str, Any]] = []
 
     def report(row: dict[str, Any]) -> None:
