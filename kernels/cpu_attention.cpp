@@ -42,7 +42,7 @@ constexpr int kTileLines = 6;
 constexpr int kTileVectors = 4;
 constexpr int64_t kItemLines = 12;    // of an item, where vectors are multiplied
 constexpr int64_t kBaseStep = 32;     // an item's scores begin at a multiple of this position
-constexpr int64_t kAheadTokens = 64;  // how far keys and values are asked for before they are read
+constexpr int64_t kAheadTokens = 32;  // how far keys and values are asked for before they are read
 static_assert(kTileLines * kTileVectors <= 24, "sums must stay in registers");
 
 OCTAVO_INLINE vword load_words(const uint32_t* p) {
@@ -66,7 +66,7 @@ OCTAVO_INLINE vword load_words(const uint32_t* p, int count) {
 constexpr int64_t kLineWords = 16;  // of a line of memory
 
 // Asks for the line that holds a word: blocks lie anywhere, so the processor cannot guess the next.
-OCTAVO_INLINE void prefetch(const uint32_t* word) { __builtin_prefetch(word, 0, 2); }
+OCTAVO_INLINE void prefetch(const uint32_t* word) { __builtin_prefetch(word); }
 
 // How a cache's words are multiplied by factors, which are a query's dimensions or tokens' weights.
 //
@@ -789,7 +789,9 @@ void attention(const AttentionArgs& a, const Team& team, typename Cache::Tiles* 
   for (int64_t row = 0; row < num_rows; row++) total += num_items(row);
   const int32_t* order = longest_first(a.seq_lens, num_rows);
   int64_t nth = 0, before = 0;  // this thread's place: row order[nth] begins with item `before`
-  team.claim(total, 1, [&](int64_t piece, int64_t) {
+  // One row's KV heads lie side by side, so where there is enough for everybody a thread takes them all.
+  const int64_t chunk = total >= 8 * team.size * a.num_kv_heads ? a.num_kv_heads : 1;
+  const auto work = [&](int64_t piece) {
     while (piece >= before + num_items(order[nth])) before += num_items(order[nth++]);
     const int64_t row = order[nth], items = num_items(row);
     const int64_t kv_head = (piece - before) % a.num_kv_heads;
@@ -799,6 +801,9 @@ void attention(const AttentionArgs& a, const Team& team, typename Cache::Tiles* 
     const int64_t count = std::min(item_tokens, query_len(row) - begin);
     const int64_t position = a.seq_lens[row] - query_len(row) + begin;
     attend<Cache>(a, tiles, row, kv_head, a.query_start_loc[row] + begin, count, position);
+  };
+  team.claim(total, chunk, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; piece++) work(piece);
   });
 }
 
