@@ -433,7 +433,7 @@ serve(generate)
 
 @pytest.fixture
 def worker(compare: Any, tmp_path: Path) -> Iterator[Any]:
-    script = tmp_path / "worker.py"
+    script = tmp_path / "fake_worker.py"
     script.write_text(WORKER)
     command = (sys.executable, str(script))
     engine = part("engines").Engine("fake", "bf16", "in-process", command)
