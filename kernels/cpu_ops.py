@@ -36,6 +36,7 @@ from .ops import (
     KVCacheSpec,
     LayerKVCache,
     QuantizedRows,
+    SamplingSummary,
     SamplingTensors,
 )
 
@@ -233,6 +234,20 @@ class CpuOps:
             )
         )
 
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        q, k = self.rotary(q, k, positions, cos_sin)
+        self.store_kv(k, v, cache, slot_mapping)
+        return q
+
     def attention(
         self,
         q: Tensor,
@@ -289,7 +304,9 @@ class CpuOps:
 
     # --- logits --------------------------------------------------------------------------------
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)
         self._cells.set(0, len(logits))
         self._do(

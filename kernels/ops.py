@@ -49,6 +49,13 @@ class QuantizedRows(NamedTuple):
     type: str  # "Q4_0", "Q4_1" or "Q8_0"
 
 
+class KVScales(NamedTuple):
+    """What the numbers of a cache in fp8 are multiplied by to be keys and values."""
+
+    key: float
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """A flat batch of variable-length queries over paged keys and values.
@@ -93,6 +100,16 @@ class SamplingTensors(NamedTuple):
     min_p: Tensor  # float32; 0: off
     seed: Tensor  # int64
     position: Tensor  # int64, index in the sequence of the token being drawn
+
+
+class SamplingSummary(NamedTuple):
+    """What any row of a :class:`SamplingTensors` asks for, known on the host: so that a GPU's op set need not
+    wait for the numbers to know which work to enqueue."""
+
+    has_random: bool  # temperature > 0
+    has_top_k: bool
+    has_top_p: bool
+    has_min_p: bool
 
 
 class Ops(Protocol):
@@ -173,6 +190,22 @@ class Ops(Protocol):
         clears a block when a token at offset 0 is written, or selects instead of multiplying.
         """
 
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """:meth:`rotary`, then :meth:`store_kv` of the turned keys and the values.
+
+        Returns:
+            The turned queries, ``[num_tokens, num_q_heads, head_dim]``; all three inputs may be overwritten.
+        """
+
     def attention(
         self,
         q: Tensor,
@@ -224,10 +257,15 @@ class Ops(Protocol):
         """
 
     # --- logits --------------------------------------------------------------------------------
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         """Draw one token per row from ``logits [num_rows, vocab_size]`` float32 → ``[num_rows]`` int64.
 
         A pure function: one uniform from Philox4x32-10 (Salmon et al., SC 2011) keyed by
         (seed, position), then the inverse CDF in token-id order over the tokens that temperature,
         top-k, top-p and min-p leave. Temperature 0 takes the most likely token, the lowest id on a tie.
+
+        Args:
+            summary: what no row asks for need not be computed; ``None``: anything may be asked for.
         """

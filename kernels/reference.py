@@ -18,8 +18,10 @@ from .ops import (
     AttentionMetadata,
     Forward,
     KVCacheSpec,
+    KVScales,
     LayerKVCache,
     QuantizedRows,
+    SamplingSummary,
     SamplingTensors,
     dense,
 )
@@ -88,7 +90,17 @@ class ReferenceOps:
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
         return allocate_kv_cache(spec, device)
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        scales = kv_scales or KVScales(1.0, 1.0)
+        key = to_cache(k, cache.key.dtype, scales.key)
+        value = to_cache(v, cache.value.dtype, scales.value)
         block_size = cache.key.shape[1]
         places = [divmod(slot, block_size) for slot in slot_mapping.tolist()]
         for token, (block, offset) in enumerate(places):
@@ -97,8 +109,30 @@ class ReferenceOps:
             if offset == 0:
                 cache.key[block] = 0
                 cache.value[block] = 0
-            cache.key[block, offset] = k[token].to(cache.key.dtype)
-            cache.value[block, offset] = v[token].to(cache.value.dtype)
+            cache.key[block, offset] = key[token]
+            cache.value[block, offset] = value[token]
+
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        kv_scales: KVScales | None = None,
+    ) -> Tensor:
+        """With ``q_norm, k_norm [head_dim]``, each head is normed before it is turned (Qwen3)."""
+        if q_norm is not None and k_norm is not None:
+            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+        q, k = self.rotary(q, k, positions, cos_sin)
+        self.store_kv(k, v, cache, slot_mapping, kv_scales)
+        return q
 
     def attention(
         self,
@@ -144,7 +178,9 @@ class ReferenceOps:
     def record_step(self, forward: Forward) -> Forward:
         return forward
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         uniforms = philox_uniform(params.seed, params.position)
         drawn = [
             _sample_row(
@@ -158,6 +194,14 @@ class ReferenceOps:
             for row in range(logits.shape[0])
         ]
         return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+
+
+def to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """``x`` in the cache's type; for fp8 divided by ``scale``, and what is too large becomes the largest."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
+    most = torch.finfo(dtype).max
+    return (x.float() * (1.0 / scale)).clamp(-most, most).to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

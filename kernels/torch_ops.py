@@ -21,6 +21,7 @@ from .ops import (
     KVCacheSpec,
     LayerKVCache,
     QuantizedRows,
+    SamplingSummary,
     SamplingTensors,
     dense,
 )
@@ -125,6 +126,20 @@ class TorchOps:
         plan.store(k, cache.key)
         plan.store(v, cache.value)
 
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        q, k = self.rotary(q, k, positions, cos_sin)
+        self.store_kv(k, v, cache, slot_mapping)
+        return q
+
     def attention(
         self,
         q: Tensor,
@@ -169,7 +184,9 @@ class TorchOps:
     def record_step(self, forward: Forward) -> Forward:
         return forward
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         return torch_sampling.sample(logits, params)
 
 
