@@ -12,7 +12,7 @@ from .cpu_ops import CpuOps
 from .ops import Ops
 from .reference import ReferenceOps
 from .torch_ops import TorchOps
-from .triton_device import why_not
+from .triton_device import usable_gpu
 
 BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
 
@@ -44,17 +44,18 @@ def select_ops(backend: str, device: torch.device, cache_dir: Path | None = None
 
 
 def _triton_ops(device: torch.device, is_asked_for: bool) -> Ops:
-    reason = why_not(device)
-    if reason is None:
-        from .triton_ops import TritonOps  # brings in Triton, which a CPU's start does without
+    try:
+        gpu = usable_gpu(device)
+    except ValueError as reason:
+        if is_asked_for:
+            raise ValueError(f"The Triton kernels cannot be used: {reason}.") from reason
+        logger.warning("The Triton kernels cannot be used: %s. PyTorch computes instead.", reason)
+        return TorchOps()
+    from .triton_ops import TritonOps  # brings in Triton, which a CPU's start does without
 
-        if torch.version.hip is not None:
-            logger.warning("The Triton kernels compile for AMD GPUs and are untested on them.")
-        return TritonOps(device)
-    if is_asked_for:
-        raise ValueError(f"The Triton kernels cannot be used: {reason}.")
-    logger.warning("The Triton kernels cannot be used: %s. PyTorch computes instead.", reason)
-    return TorchOps()
+    if gpu.arch.is_amd:
+        logger.warning("The Triton kernels compile for AMD GPUs and are untested on them.")
+    return TritonOps(device, gpu)
 
 
 def _cpu_ops(device: torch.device, cache_dir: Path | None, is_asked_for: bool) -> Ops:

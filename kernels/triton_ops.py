@@ -34,6 +34,7 @@ from .ops import (
 from .torch_ops import TorchOps
 from .triton_blocks import BlockMover
 from .triton_device import reads_registered_memory
+from .triton_gpu import Gpu
 
 COPY_ENGINE_BYTES = 1 << 20
 """Runs of neighbouring blocks that are at least this long, a layer, move to and from the host by copies; shorter
@@ -46,8 +47,9 @@ class TritonOps:
     name = "triton"
     quantized_types: frozenset[str] = frozenset()
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gpu: Gpu) -> None:
         self._device = device
+        self._gpu = gpu
         self._mover = BlockMover()
         self._reads_host = reads_registered_memory(device)
         self._torch = TorchOps()
