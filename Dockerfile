@@ -1,12 +1,18 @@
-# octavo on CPUs.
+# octavo, on CPUs unless told otherwise.
 #
 #   docker build -t octavo .
 #   docker run --rm -p 8000:8000 octavo
 #   docker run --rm -p 8000:8000 -v "$PWD/model:/model:ro" octavo --model /model
 #
+# On NVIDIA GPUs (BuildKit; the host needs a driver and its container toolkit): PyPI's torch brings CUDA and Triton.
+#
+#   docker build -t octavo:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX=https://pypi.org/simple .
+#   docker run --rm --gpus all -p 8000:8000 -v "$PWD/model:/model:ro" octavo:cuda --model /model
+#
 # Runs as any uid and with a read-only root filesystem (docker run --read-only --tmpfs /tmp). Inside, the
 # port stays 8000, where the health check looks; map it with -p.
 ARG PYTHON_IMAGE=python:3.11-slim
+ARG DEVICE=cpu
 
 FROM ${PYTHON_IMAGE} AS builder
 ARG TORCH_VERSION=2.13.0
@@ -39,7 +45,16 @@ RUN pip wheel --no-deps --wheel-dir /dist . \
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ \
     && python -m octavo.kernels.cpu_build --portable
 
-FROM ${PYTHON_IMAGE} AS runtime
+FROM ${PYTHON_IMAGE} AS base-cpu
+
+# Triton compiles the code that launches a kernel, in C, when it first meets it.
+FROM ${PYTHON_IMAGE} AS base-cuda
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM base-${DEVICE} AS runtime
 COPY --from=builder /opt/octavo /opt/octavo
 # An arbitrary uid has no home and no name: both are given here, and all caches go to /tmp.
 ENV PATH=/opt/octavo/bin:$PATH \
@@ -51,7 +66,8 @@ ENV PATH=/opt/octavo/bin:$PATH \
     LOGNAME=octavo \
     XDG_CACHE_HOME=/tmp/.cache \
     HF_HOME=/tmp/.cache/huggingface \
-    TORCHINDUCTOR_CACHE_DIR=/tmp/.cache/inductor
+    TORCHINDUCTOR_CACHE_DIR=/tmp/.cache/inductor \
+    TRITON_CACHE_DIR=/tmp/.cache/triton
 WORKDIR /tmp
 USER 10001:0
 EXPOSE 8000

@@ -46,16 +46,18 @@ def select_ops(backend: str, device: torch.device, cache_dir: Path | None = None
 def _triton_ops(device: torch.device, is_asked_for: bool) -> Ops:
     try:
         gpu = usable_gpu(device)
+        from .triton_ops import TritonOps  # brings in Triton, which a CPU's start does without
+
+        ops = TritonOps(device, gpu)
+        ops.check()
     except ValueError as reason:
         if is_asked_for:
             raise ValueError(f"The Triton kernels cannot be used: {reason}.") from reason
         logger.warning("The Triton kernels cannot be used: %s. PyTorch computes instead.", reason)
         return TorchOps()
-    from .triton_ops import TritonOps  # brings in Triton, which a CPU's start does without
-
     if gpu.arch.is_amd:
         logger.warning("The Triton kernels compile for AMD GPUs and are untested on them.")
-    return TritonOps(device, gpu)
+    return ops
 
 
 def _cpu_ops(device: torch.device, cache_dir: Path | None, is_asked_for: bool) -> Ops:

@@ -4,6 +4,9 @@ A block of a layer is contiguous memory whatever the layout, so it is moved as w
 copied, and those of a device and of host memory that the device can address are moved, by the same kernel.
 """
 
+# Kernel parameters carry no annotations but tl.constexpr: Triton reads them.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -24,16 +27,16 @@ MAX_WORDS = 1024
 
 @triton.jit
 def move_blocks_kernel(
-    src_table_ptr: Any,  # [num_tensors] int64, where each tensor begins
-    dst_table_ptr: Any,  # [num_tensors] int64
-    src_ptr: Any,  # [num_pairs] int64, block ids
-    dst_ptr: Any,  # [num_pairs] int64
-    block_words: Any,  # of one block of one tensor
+    src_table_ptr,  # [num_tensors] int64, where each tensor begins
+    dst_table_ptr,  # [num_tensors] int64
+    src_ptr,  # [num_pairs] int64, block ids
+    dst_ptr,  # [num_pairs] int64
+    block_words,  # of one block of one tensor
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-) -> None:
+):
     pair = tl.program_id(1)
     tensor = tl.program_id(2)
     words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -86,6 +89,7 @@ class BlockMover:
             src,
             dst,
             block_words,
+            enable_fp_fusion=True,
             **launch,
         )
 

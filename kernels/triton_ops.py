@@ -6,6 +6,7 @@ it runs on a CPU, for tests.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +52,21 @@ class TritonOps:
         self._device = device
         self._gpu = gpu
         self._mover = BlockMover()
-        self._reads_host = reads_registered_memory(device)
+        self.reads_host = reads_registered_memory(device)
+        """Whether kernels move blocks to and from pinned host memory; else copies do."""
         self._torch = TorchOps()
+
+    def check(self) -> None:
+        """Compile and run a small kernel.
+
+        Raises:
+            ValueError: that does not work here, as where Triton finds no C compiler.
+        """
+        x = torch.ones((1, 16), device=self._device)
+        try:
+            triton_norm.rms_norm(x, x[0], 0.0)
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            raise ValueError(f"a kernel does not start ({error})") from error
 
     # --- weights -------------------------------------------------------------------------------
 
@@ -139,7 +153,7 @@ class TritonOps:
         src: Tensor,
         dst: Tensor,
     ) -> None:
-        if self._reads_host and not _moves_in_long_runs(src_caches[0].key, src, dst):
+        if self.reads_host and not _moves_in_long_runs(src_caches[0].key, src, dst):
             src, dst = (ids.pin_memory().to(self._device, non_blocking=True) for ids in (src, dst))
             self._mover.move(src_caches, dst_caches, src, dst)
             return

@@ -10,6 +10,8 @@ from ..step import BlockCopy, BlockSwap, NewRow, ScheduledRow, StepPlan
 
 STEP_ID = -1
 MAX_SWAPPED_BLOCKS = 16
+MAX_KEPT_TOKENS = 1 << 19
+"""Most tokens that the rows of a made-up step of decodes have: the host has to write them all down."""
 
 
 def largest_step(
@@ -62,7 +64,12 @@ def kernel_steps(
     sizes = sorted(
         {min(size, longest, max_num_tokens) for size in (2, 16, 64, 256, max_num_tokens)}
     )
-    batches = [[(length, 1)] * count for count in counts for length in lengths]
+    batches = [
+        [(length, 1)] * count
+        for count in counts
+        for length in lengths
+        if count * length <= MAX_KEPT_TOKENS
+    ]
     batches += [[(size, size)] for size in sizes]
     batches += [[(longest, 1), (size, size)] for size in sizes if size < max_num_tokens]
     steps = [_step_of(rows, block_size, SamplingParams(temperature=0.0)) for rows in batches]
