@@ -44,7 +44,12 @@ def run(machine: Machine) -> Iterator[Row]:
         "max_model_len": 4096,
     }
     if machine.is_dry:
-        options = {"num_gpu_blocks_override": 40, "dtype": "float32"}
+        options = {
+            "num_gpu_blocks_override": 40,
+            "dtype": "float32",
+            "max_num_batched_tokens": 48,
+            "max_num_seqs": 16,
+        }
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder), SHAPES[name], torch.bfloat16, machine.device.type)
         begin = time.perf_counter()

@@ -13,7 +13,7 @@ from octavo.kernels import triton_activation, triton_kv_store, triton_norm
 from octavo.kernels.ops import KVCacheSpec, KVScales, LayerKVCache, SamplingTensors
 from octavo.kernels.reference import ReferenceOps
 
-from .common import Machine, Row, checked, paged_batch
+from .common import Machine, Row, attempt, checked, paged_batch
 
 ORACLE = ReferenceOps()
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
