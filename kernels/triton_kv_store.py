@@ -191,7 +191,7 @@ def rotary_store_launch(
         "HEADS": heads,
         "HEAD_BLOCK": triton.next_power_of_2(head_dim),
         "HAS_ROTARY": rotary_dim > 0,
-        "num_warps": max(1, min(4, heads * half_block // 128)),
+        "num_warps": max(1, min(4, heads * half_block // 256)),
     }
 
 

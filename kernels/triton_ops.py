@@ -154,12 +154,15 @@ class TritonOps:
         dst: Tensor,
     ) -> None:
         if self.reads_host and not _moves_in_long_runs(src_caches[0].key, src, dst):
-            src, dst = (ids.pin_memory().to(self._device, non_blocking=True) for ids in (src, dst))
-            self._mover.move(src_caches, dst_caches, src, dst)
+            self._mover.move(src_caches, dst_caches, self._upload(src), self._upload(dst))
             return
         for source_cache, target_cache in zip(src_caches, dst_caches, strict=True):
             for source, target in zip(source_cache, target_cache, strict=True):
                 move_blocks(source, target, src, dst)
+
+    def _upload(self, ids: Tensor) -> Tensor:
+        pinned = ids.pin_memory() if self._device.type == "cuda" else ids
+        return pinned.to(self._device, non_blocking=True)
 
     def record_step(self, forward: Forward) -> Forward:
         return forward

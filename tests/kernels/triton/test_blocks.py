@@ -9,6 +9,8 @@ from torch import Tensor
 from octavo.kernels.kv_store import untouched_zeros
 from octavo.kernels.ops import LayerKVCache
 from octavo.kernels.triton_blocks import BlockMover, move_launch
+from octavo.kernels.triton_device import INTERPRETED
+from octavo.kernels.triton_ops import COPY_ENGINE_BYTES, TritonOps, _moves_in_long_runs
 
 pytestmark = pytest.mark.smoke
 
@@ -45,6 +47,25 @@ def test_moves_between_two_memories_of_different_size() -> None:
         assert torch.equal(theirs.key[[8, 2, 5]], ours.key[[3, 0, 1]])
         assert torch.equal(theirs.value[[8, 2, 5]], ours.value[[3, 0, 1]])
         assert torch.equal(theirs.key[[0, 1, 3, 4, 6, 7]], was[[0, 1, 3, 4, 6, 7]])
+
+
+@pytest.mark.parametrize("reads_host", [True, False])
+def test_swaps_by_either_way(reads_host: bool) -> None:
+    ops = TritonOps(torch.device("cpu"), INTERPRETED)
+    ops.reads_host = reads_host
+    source, target = (_caches((num, 2, 3, 8), torch.bfloat16) for num in (4, 9))
+    ops.swap_blocks(source, target, torch.tensor([3, 0]), torch.tensor([8, 2]))
+    for ours, theirs in zip(source, target, strict=True):
+        assert torch.equal(theirs.key[[8, 2]], ours.key[[3, 0]])
+        assert torch.equal(theirs.value[[8, 2]], ours.value[[3, 0]])
+
+
+def test_long_runs_are_left_to_the_copy_engines() -> None:
+    blocks = torch.empty((64, COPY_ENGINE_BYTES // 8), dtype=torch.uint8, device="meta")
+    ascending = torch.arange(32)
+    assert _moves_in_long_runs(blocks, ascending, ascending + 7)
+    assert not _moves_in_long_runs(blocks, ascending, ascending.flip(0))
+    assert not _moves_in_long_runs(blocks, ascending[:7], ascending[:7])
 
 
 def test_the_tables_follow_the_tensors() -> None:
