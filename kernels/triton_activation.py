@@ -1,7 +1,7 @@
 """Gated activations in Triton: SiLU or GELU of one half of a row, times the other half."""
 
 # Kernel parameters carry no annotations but tl.constexpr: Triton reads them.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 

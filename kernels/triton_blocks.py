@@ -5,7 +5,7 @@ copied, and those of a device and of host memory that the device can address are
 """
 
 # Kernel parameters carry no annotations but tl.constexpr: Triton reads them.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def usable_gpu(device: torch.device) -> Gpu:
         raise ValueError("they need a GPU, and the device is the CPU")
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ValueError(f"PyTorch has no GPU for {device}")
-    if torch.version.hip is None:
+    if not torch.version.hip:
         _check_capability(device)
     return gpu_of(device)
 
@@ -51,7 +51,7 @@ def _check_capability(device: torch.device) -> None:
 
 def reads_registered_memory(device: torch.device) -> bool:
     """Whether kernels may use pinned host memory by its own address, as NVIDIA's usually may."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip:
         return False
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     value = ctypes.c_int(0)

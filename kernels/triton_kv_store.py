@@ -10,7 +10,7 @@ hardware: to the nearest, ties to even, saturating at 448, NaN kept.
 """
 
 # Kernel parameters carry no annotations but tl.constexpr: Triton reads them.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 

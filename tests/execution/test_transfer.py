@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from octavo.engine.execution.transfer import Transfer, to_device
 
-ARRAYS = [
+ARRAYS: list[NDArray[Any]] = [
     np.arange(5, dtype=np.int64),
     np.array([[1, 2], [3, 4], [5, 6]], dtype=np.int32),
     np.array([0.5, -1.0, 3.0], dtype=np.float32),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -11,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from octavo.kernels import triton_device
 from octavo.kernels.cpu_build import NativeLibrary
 from octavo.kernels.select import BACKENDS, select_ops
 
@@ -99,9 +100,9 @@ def test_where_triton_cannot_run_torch_serves_and_one_line_says_why(
     if isinstance(seen, tuple):
         gpu(*seen)
     elif seen == "no triton":
-        monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     elif seen == "broken triton":
-        monkeypatch.setattr(triton_device.importlib, "import_module", broken)
+        monkeypatch.setattr(importlib, "import_module", broken)
     assert select_ops("auto", CUDA).name == "torch"
     (record,) = caplog.records
     assert re.search(reason, record.getMessage())

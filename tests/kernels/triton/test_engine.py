@@ -118,7 +118,7 @@ def test_beams(folder: Path) -> None:
     assert _answers(folder, "triton", ask)[0] == _answers(folder, "reference", ask)[0]
 
 
-class _NoWaiting(TorchDispatchMode):
+class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails on ops whose result's shape or value the host would have to wait for on a GPU."""
 
     WAITING = (
@@ -170,7 +170,7 @@ class _WatchedTransfer(Transfer):
 
         patch.setattr(Tensor, "tolist", watched)
         try:
-            with _NoWaiting():
+            with _NoWaiting():  # type: ignore[no-untyped-call]
                 yield
         finally:
             patch.undo()
