@@ -53,7 +53,8 @@ def reads_registered_memory(device: torch.device) -> bool:
     """Whether kernels may use pinned host memory by its own address, as NVIDIA's usually may."""
     if device.type != "cuda" or torch.version.hip:
         return False
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    index: int | None = device.index
+    ordinal = torch.cuda.current_device() if index is None else index
     value = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
