@@ -34,9 +34,11 @@ from .ops import (
     AttentionMetadata,
     Forward,
     KVCacheSpec,
+    KVScales,
     LayerKVCache,
     QuantizedRows,
     SamplingTensors,
+    refuse_extras,
 )
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -213,7 +215,15 @@ class CpuOps:
             untouched_zeros(key_shape, spec.dtype), untouched_zeros(value_shape, spec.dtype)
         )
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        refuse_extras(self.name, None, kv_scales)
         if k.stride() != v.stride():
             k, v = k.contiguous(), v.contiguous()
         self._do(
@@ -242,7 +252,10 @@ class CpuOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        refuse_extras(self.name, sinks, kv_scales)
         out = self._empty(q.shape)
         cells = self._rows_of(metadata)
         self._do(
