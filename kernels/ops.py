@@ -42,18 +42,18 @@ class LayerKVCache(NamedTuple):
     value: Tensor
 
 
+class KVScales(NamedTuple):
+    """What the numbers in one layer's cache are multiplied by; the cache holds ``k / key``, ``v / value``."""
+
+    key: float
+    value: float
+
+
 class QuantizedRows(NamedTuple):
     """A weight ``[out_features, in_features]`` as a GGUF file holds it: blocks of 32 along in_features."""
 
     blocks: Tensor  # [out_features, bytes of a row] uint8
     type: str  # "Q4_0", "Q4_1" or "Q8_0"
-
-
-class KVScales(NamedTuple):
-    """What the numbers of a cache in fp8 are multiplied by to be keys and values."""
-
-    key: float
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,18 @@ def dense(weight: Tensor | QuantizedRows) -> Tensor:
     if isinstance(weight, QuantizedRows):
         raise TypeError(f"these kernels do not take {weight.type} weights as they are")
     return weight
+
+
+def refuse_extras(name: str, sinks: Tensor | None, kv_scales: KVScales | None) -> None:
+    """For op sets whose attention has neither sinks nor scaled caches.
+
+    Raises:
+        ValueError: one of them is asked for.
+    """
+    if sinks is not None:
+        raise ValueError(f"The {name} kernels do not compute attention sinks.")
+    if kv_scales is not None:
+        raise ValueError(f"The {name} kernels do not take a scaled KV cache.")
 
 
 class SamplingTensors(NamedTuple):
@@ -183,8 +195,18 @@ class Ops(Protocol):
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
         """Memory for one layer, zero-filled; on a CPU, pages are touched only when used."""
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
         """Write ``k, v [num_tokens, num_kv_heads, head_dim]`` to their slots; skip slot -1.
+
+        With ``kv_scales``, what is written is divided by them. What does not fit into a float8 cache becomes
+        the largest number that does; NaN stays NaN.
 
         What slots past a row's end hold must never reach its attention, not even as 0 * NaN: a set either
         clears a block when a token at offset 0 is written, or selects instead of multiplying.
@@ -199,6 +221,7 @@ class Ops(Protocol):
         cos_sin: Tensor,
         cache: LayerKVCache,
         slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """:meth:`rotary`, then :meth:`store_kv` of the turned keys and the values.
 
@@ -215,6 +238,8 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Causal grouped-query attention over paged KV (Kwon et al., 2023, section 4.3).
 
@@ -223,9 +248,15 @@ class Ops(Protocol):
             scale: multiplies ``q · k``.
             window: a query sees itself and the ``window - 1`` tokens before it.
             soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
+            sinks: ``[num_q_heads]`` logits that join each head's softmax, with no value behind them
+                (gpt-oss; Xiao et al., 2023, arXiv 2309.17453). Neither scaled nor capped.
+            kv_scales: what the cache's numbers are multiplied by.
 
         Returns:
             ``[num_tokens, num_q_heads, head_dim]``, q's dtype.
+
+        Raises:
+            ValueError: this op set does not compute sinks, or not with scales.
         """
 
     def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:

@@ -98,9 +98,7 @@ class ReferenceOps:
         slot_mapping: Tensor,
         kv_scales: KVScales | None = None,
     ) -> None:
-        scales = kv_scales or KVScales(1.0, 1.0)
-        key = to_cache(k, cache.key.dtype, scales.key)
-        value = to_cache(v, cache.value.dtype, scales.value)
+        key_scale, value_scale = kv_scales or KVScales(1.0, 1.0)
         block_size = cache.key.shape[1]
         places = [divmod(slot, block_size) for slot in slot_mapping.tolist()]
         for token, (block, offset) in enumerate(places):
@@ -109,8 +107,8 @@ class ReferenceOps:
             if offset == 0:
                 cache.key[block] = 0
                 cache.value[block] = 0
-            cache.key[block, offset] = key[token]
-            cache.value[block, offset] = value[token]
+            cache.key[block, offset] = _fit(k[token], key_scale, cache.key.dtype)
+            cache.value[block, offset] = _fit(v[token], value_scale, cache.value.dtype)
 
     def rotary_store(
         self,
@@ -143,17 +141,20 @@ class ReferenceOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        key_scale, value_scale = kv_scales or KVScales(1.0, 1.0)
         out = torch.empty_like(q)
         token = 0
         lengths = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
         for row, (query_len, seq_len) in enumerate(lengths):
-            keys = _gather(cache.key, metadata.block_tables[row], seq_len)
-            values = _gather(cache.value, metadata.block_tables[row], seq_len)
+            keys = _gather(cache.key, metadata.block_tables[row], seq_len) * key_scale
+            values = _gather(cache.value, metadata.block_tables[row], seq_len) * value_scale
             for position in range(seq_len - query_len, seq_len):
                 first = 0 if window is None else max(0, position - window + 1)
                 seen = slice(first, position + 1)
-                out[token] = _attend(q[token], keys[seen], values[seen], scale, soft_cap)
+                out[token] = _attend(q[token], keys[seen], values[seen], scale, soft_cap, sinks)
                 token += 1
         return out
 
@@ -196,14 +197,6 @@ class ReferenceOps:
         return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
 
 
-def to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """``x`` in the cache's type; for fp8 divided by ``scale``, and what is too large becomes the largest."""
-    if dtype != torch.float8_e4m3fn:
-        return x.to(dtype)
-    most = torch.finfo(dtype).max
-    return (x.float() * (1.0 / scale)).clamp(-most, most).to(dtype)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``2 * cos.shape[-1]`` of each head of ``x [num_tokens, num_heads, head_dim]``."""
     half = cos.shape[-1]
@@ -221,8 +214,22 @@ def _gather(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     return cache[blocks, positions % block_size].float()
 
 
+def _fit(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """``x / scale`` as the cache holds it: a float8 has no infinity, and saturates."""
+    wide = x.float() / scale
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        wide = wide.clamp(-largest, largest)
+    return wide.to(dtype)
+
+
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One token's ``query [num_q_heads, head_dim]`` over what it sees → the same shape."""
     group = query.shape[0] // keys.shape[1]
@@ -231,7 +238,9 @@ def _attend(
     scores = torch.einsum("hd,shd->hs", query.float(), keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().unsqueeze(1)), dim=1)
+    weights = torch.softmax(scores, dim=-1)[:, : keys.shape[0]]
     return torch.einsum("hs,shd->hd", weights, values).to(query.dtype)
 
 

@@ -26,13 +26,14 @@ from .ops import (
     AttentionMetadata,
     Forward,
     KVCacheSpec,
+    KVScales,
     LayerKVCache,
     QuantizedRows,
     SamplingSummary,
     SamplingTensors,
     dense,
 )
-from .torch_ops import TorchOps
+from .triton_attention import TritonAttention
 from .triton_blocks import BlockMover
 from .triton_device import reads_registered_memory
 from .triton_gpu import Gpu
@@ -50,11 +51,11 @@ class TritonOps:
 
     def __init__(self, device: torch.device, gpu: Gpu) -> None:
         self._device = device
-        self._gpu = gpu
         self._mover = BlockMover()
         self.reads_host = reads_registered_memory(device)
         """Whether kernels move blocks to and from pinned host memory; else copies do."""
-        self._torch = TorchOps()
+        self._attention = TritonAttention(gpu)
+        self._warmed_up: set[object] = set()
 
     def check(self) -> None:
         """Compile and run a small kernel.
@@ -114,8 +115,15 @@ class TritonOps:
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
         return allocate_kv_cache(spec, device)
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        triton_kv_store.store_kv(k, v, cache, slot_mapping)
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        triton_kv_store.store_kv(k, v, cache, slot_mapping, kv_scales)
 
     def rotary_store(
         self,
@@ -126,8 +134,11 @@ class TritonOps:
         cos_sin: Tensor,
         cache: LayerKVCache,
         slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
-        return triton_kv_store.rotary_store(q, k, v, positions, cos_sin, cache, slot_mapping)
+        return triton_kv_store.rotary_store(
+            q, k, v, positions, cos_sin, cache, slot_mapping, kv_scales=kv_scales
+        )
 
     def attention(
         self,
@@ -138,10 +149,26 @@ class TritonOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
-        return self._torch.attention(
-            q, cache, metadata, scale=scale, window=window, soft_cap=soft_cap
-        )
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+            "kv_scales": kv_scales,
+        }
+        self._warm_up_attention(q, cache, options)
+        return self._attention(q, cache, metadata, **options)
+
+    def _warm_up_attention(self, q: Tensor, cache: LayerKVCache, options: dict[str, Any]) -> None:
+        """Compile what any batch may need of a layer when the first comes, which is when the engine starts."""
+        used = tuple(value is not None for value in options.values())
+        kind = (q.shape[1:], q.dtype, cache.key.shape[1:], cache.key.dtype, used)
+        if self._device.type == "cuda" and kind not in self._warmed_up:
+            self._warmed_up.add(kind)
+            self._attention.warm_up(q, cache, **options)
 
     def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:
         self._mover.move(caches, caches, src, dst)

@@ -37,7 +37,6 @@ def _run(chosen: str, timeout_s: float) -> None:
     )
     if run.returncode != 0:
         pytest.fail(run.stdout[-20_000:], pytrace=False)
-    print(run.stdout[-500:])
 
 
 @pytest.mark.smoke
