@@ -148,27 +148,40 @@ def _swapped(by_kernel: bool, machine: Machine) -> float:
 
 
 def _attention(machine: Machine) -> Iterator[Row]:
+    """Every head size in bfloat16, and one case each of what else is offered."""
+    device = machine.device
     dims = (64,) if machine.is_dry else (64, 80, 96, 128, 256)
     batches = {"mixed": [(40, 1), (9, 9), (33, 3)]} if machine.is_dry else BATCHES
-    for head_dim in dims:
-        for dtype in (torch.bfloat16, torch.float32):
-            for name, rows in batches.items():
-                options = {"scale": head_dim**-0.5}
-                if name == "mixed":
-                    options |= {"window": 100, "soft_cap": 20.0}
-                measure = partial(_attended, rows, head_dim, dtype, options, machine)
-                title = f"attention, {name}, head {head_dim}, {_of(dtype)}"
-                yield checked(title, 2 * TOLERANCE[dtype], measure)
+    cases: list[tuple[str, int, torch.dtype, torch.dtype, dict[str, Any]]] = [
+        ("", head_dim, torch.bfloat16, torch.bfloat16, {}) for head_dim in dims
+    ]
+    scales = KVScales(0.5, 0.25)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0, 9.0, -9.0, 1.0, 0.1], device=device)
+    for name, dtype, cache_dtype, options in (
+        ("float32", torch.float32, torch.float32, {}),
+        ("fp8 cache", torch.bfloat16, FP8, {"kv_scales": scales}),
+        ("window", torch.bfloat16, torch.bfloat16, {"window": 100}),
+        ("soft cap", torch.bfloat16, torch.bfloat16, {"soft_cap": 20.0}),
+        ("sinks", torch.bfloat16, torch.bfloat16, {"sinks": sinks}),
+    ):
+        cases.append((f", {name}", 64 if machine.is_dry else 128, dtype, cache_dtype, options))
+    for kind, head_dim, dtype, cache_dtype, options in cases:
+        for name, rows in batches.items() if not options else list(batches.items())[-1:]:
+            measure = partial(_attended, rows, head_dim, dtype, cache_dtype, options, machine)
+            title = f"attention, {name}, head {head_dim}{kind}"
+            yield checked(title, 2 * TOLERANCE[dtype], measure)
 
 
 def _attended(
     rows: list[tuple[int, int]],
     head_dim: int,
     dtype: torch.dtype,
+    cache_dtype: torch.dtype,
     options: dict[str, Any],
     machine: Machine,
 ) -> float:
-    batch = paged_batch(rows, (8, 2, head_dim), dtype, machine.device)
+    batch = paged_batch(rows, (8, 2, head_dim), dtype, machine.device, cache_dtype=cache_dtype)
+    options = {"scale": head_dim**-0.5, **options}
     got = machine.ops().attention(*batch, **options)
     return difference(got, ORACLE.attention(*batch, **options))
 
