@@ -77,7 +77,6 @@ def _generate(params: SamplingParams) -> Callable[[LLM], Any]:
     return ask
 
 
-@pytest.mark.smoke
 def test_greedy_in_a_batch_and_in_chunks(folder: Path) -> None:
     expected, _ = _answers(folder, "reference", _generate(GREEDY))
     assert len({tuple(one[0]) for one in expected}) == len(PROMPTS)
