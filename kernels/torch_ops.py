@@ -29,6 +29,7 @@ from .ops import (
 from .step_memo import StepMemo
 from .torch_attention import attend_group
 
+
 class TorchOps:
     """Implements :class:`~.ops.Ops`; see there for every contract."""
 
