@@ -1,24 +1,25 @@
 """Chooses the attention kernel's tiles by what the compiler says of them; writes ``kernels/triton_tiles.py``.
 
-    python benchmarks/triton_tiles.py [--check]
+    python benchmarks/triton_tiles.py [--arch sm_90 ...]
 
 For every architecture, phase, precision and head dimension the first candidate is taken that, with every
 option of attention and with none, spills no register, fits into shared memory and leaves room for enough
 programs on an SM. Candidates stand in the order in which reasoning prefers them:
 
-- prefill is bound by the matrix units: tall tiles reuse K and V for more rows. Two programs on an SM overlap
-  one's softmax with the other's products; failing that, eight warps do.
+- prefill is bound by the matrix units: tall tiles reuse K and V for more rows, and eight warps on an SM let
+  one's softmax overlap another's products.
 - decode is bound by memory: what matters is how many bytes of K and V are on their way. Tiles have the 16
-  rows that the matrix units take at least; ``num_stages - 2`` further steps are in flight (one stage looks
-  up the block table). Two programs on an SM, so that one streams while another begins or ends.
+  rows that the matrix units take at least, and an SM has two programs, so that one streams while another
+  begins or ends.
 
-Nothing here was measured on a GPU.
+Looking up the block table comes before K and V, and the compiler gives each of the two half of the stages
+but one: 3 stages fetch one step ahead, 5 stages two. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from itertools import product
 from pathlib import Path
 
@@ -29,16 +30,17 @@ from octavo.kernels.ops import AttentionMetadata, KVScales, LayerKVCache
 from octavo.kernels.triton_aot import CompiledLaunch, compile_launches
 from octavo.kernels.triton_gpu import ARCHITECTURES, Architecture, Gpu
 from octavo.kernels.triton_table import DECODE, HEAD_PADS, PRECISIONS, PREFILL, Tile
+from octavo.kernels.triton_tiles import TILES
 
 TARGET = Path(__file__).resolve().parents[1] / "kernels" / "triton_tiles.py"
 
 CANDIDATES = {
     PREFILL: [
-        Tile(128, 64, 8, 4),
+        Tile(128, 64, 8, 5),
         Tile(128, 64, 8, 3),
-        Tile(64, 64, 4, 4),
+        Tile(64, 64, 4, 5),
         Tile(64, 64, 4, 3),
-        Tile(64, 32, 4, 4),
+        Tile(64, 32, 4, 5),
         Tile(64, 32, 4, 3),
         Tile(64, 32, 8, 3),
         Tile(32, 32, 4, 3),
@@ -48,15 +50,16 @@ CANDIDATES = {
     ],
     DECODE: [
         Tile(16, 64, 4, 5),
-        Tile(16, 64, 4, 4),
+        Tile(16, 32, 4, 5),
         Tile(16, 64, 4, 3),
-        Tile(16, 32, 4, 4),
         Tile(16, 32, 4, 3),
-        Tile(16, 32, 4, 2),
+        Tile(16, 16, 4, 5),
         Tile(16, 16, 4, 3),
         Tile(16, 16, 4, 2),
     ],
 }
+MIN_RESIDENT = {PREFILL: ((1, 8), (1, 4)), DECODE: ((2, 8), (1, 4))}
+"""Programs and warps that an SM shall hold; what it must."""
 TYPES = {
     "half": (torch.bfloat16, torch.bfloat16),
     "fp8": (torch.bfloat16, torch.float8_e4m3fn),
@@ -97,8 +100,14 @@ def compile_tile(
         cache = LayerKVCache(blocks, blocks)
         if has_all:
             attention(
-                *(q, cache, metadata),
-                **dict(scale=0.1, window=4096, soft_cap=30.0, sinks=sinks, kv_scales=scales),
+                q,
+                cache,
+                metadata,
+                scale=0.1,
+                window=4096,
+                soft_cap=30.0,
+                sinks=sinks,
+                kv_scales=scales,
             )
         else:
             attention(q, cache, metadata, scale=0.1, kv_scales=scales)
@@ -127,7 +136,7 @@ def choose(arch: Architecture, phase: str, precision: str, head_pad: int) -> Til
             compiled[key] = compile_tile(arch, phase, precision, head_pad, tile, has_all=has_all)
         return compiled[key]
 
-    for min_programs, min_warps in ((2, 8), (1, 8), (1, 4)):
+    for min_programs, min_warps in MIN_RESIDENT[phase]:
         for tile in CANDIDATES[phase]:
             if all(is_good(get(tile, one), min_programs, min_warps) for one in (True, False)):
                 return tile
@@ -135,22 +144,17 @@ def choose(arch: Architecture, phase: str, precision: str, head_pad: int) -> Til
 
 
 def main() -> None:
-    """Choose all, and write or compare."""
+    """Choose for some architectures, keep the others."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", choices=ARCHITECTURES, nargs="*", default=list(ARCHITECTURES))
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    lines = []
-    for name, phase, precision, pad in product(
-        options.arch, (PREFILL, DECODE), PRECISIONS, HEAD_PADS
-    ):
-        tile = choose(ARCHITECTURES[name], phase, precision, pad)
-        lines.append(f'    ("{name}", "{phase}", "{precision}", {pad}): {tuple(tile)},\n')
-        print(lines[-1], end="", flush=True)
-    text = HEADER + "".join(lines) + "}\n"
-    if options.check:
-        sys.exit(text != TARGET.read_text())
-    TARGET.write_text(text)
+    chosen = dict(TILES)
+    for key in product(parser.parse_args().arch, (PREFILL, DECODE), PRECISIONS, HEAD_PADS):
+        chosen[key] = tuple(choose(ARCHITECTURES[key[0]], *key[1:]))
+        print(*key, chosen[key], flush=True)
+    order = list(product(ARCHITECTURES, (PREFILL, DECODE), PRECISIONS, HEAD_PADS))
+    lines = [f"    {json.dumps(key)[1:-1]}: {chosen[key]},\n" for key in order if key in chosen]
+    lines = [line.replace('    "', '    ("', 1).replace(": (", "): (") for line in lines]
+    TARGET.write_text(HEADER + "".join(lines) + "}\n")
 
 
 if __name__ == "__main__":

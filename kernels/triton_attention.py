@@ -55,16 +55,24 @@ class _Layer:
     def group(self) -> int:
         return self.q.shape[1] // self.num_kv_heads
 
-    def heads_in(self, tile: Tile) -> int:
-        """Query heads of a KV head that one tile holds."""
-        return min(self.group, tile.block_m)
-
     def programs_in(self, tile: Tile) -> int:
         """Programs for one line of the plan."""
-        return self.num_kv_heads * -(-self.group // self.heads_in(tile))
+        return self.num_kv_heads * -(-self.group // tile_heads(tile, self.group))
 
-    def shape_of(self, tile: Tile) -> TileShape:
-        return TileShape(tile.block_m // self.heads_in(tile), tile.block_n)
+
+def tile_heads(tile: Tile, group: int) -> int:
+    """How many of the ``group`` query heads of a KV head one tile holds."""
+    return min(group, tile.block_m)
+
+
+def shape_of(tile: Tile, group: int) -> TileShape:
+    """A tile as the plan knows it."""
+    return TileShape(tile.block_m // tile_heads(tile, group), tile.block_n)
+
+
+def split_rule(num_sms: int, programs_per_part: int) -> SplitRule:
+    """How decode rows are split on a GPU of ``num_sms``."""
+    return SplitRule(MIN_SPLIT_KEYS, -(-PROGRAMS_PER_SM * num_sms // programs_per_part))
 
 
 class TritonAttention:
@@ -119,7 +127,7 @@ class TritonAttention:
                     numbers.value_scale,
                     NUM_KV_HEADS=layer.num_kv_heads,
                     GROUP=layer.group,
-                    TILE_HEADS=layer.heads_in(tile),
+                    TILE_HEADS=tile_heads(tile, layer.group),
                     HEAD_DIM=q.shape[2],
                     HEAD_PAD=head_pad_for(q.shape[2]),
                     BLOCK_SIZE=cache.key.shape[1],
@@ -179,9 +187,8 @@ class TritonAttention:
     def _plan(
         self, layer: _Layer, metadata: AttentionMetadata, window: int | None
     ) -> AttentionPlan:
-        prefill, decode = layer.shape_of(layer.prefill), layer.shape_of(layer.decode)
-        wanted = PROGRAMS_PER_SM * self._gpu.num_sms
-        split = SplitRule(MIN_SPLIT_KEYS, -(-wanted // layer.programs_in(layer.decode)))
+        prefill, decode = (shape_of(tile, layer.group) for tile in (layer.prefill, layer.decode))
+        split = split_rule(self._gpu.num_sms, layer.programs_in(layer.decode))
         return self._plans.get(
             (metadata,),
             (prefill, decode, split, window),

@@ -14,17 +14,22 @@ own sequence alone.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-1.0e30)
 """Stands for "no score yet": finite, so that the difference of two is a number."""
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+
 WIDEN_PRODUCTS = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter multiplies bfloat16 as the integers that hold their bits."""
 
 
-@triton.jit
+# The table's width changes from step to step.
+@triton.jit(do_not_specialize=["table_stride"])
 def attention_kernel(
     out_ptr,  # [num_tokens, num_q_heads, head_dim]
     partial_ptr,  # [num_partial_rows, num_q_heads, head_dim] float32
@@ -61,12 +66,7 @@ def attention_kernel(
     tile_ptr = tiles_ptr + tl.program_id(0) // (NUM_KV_HEADS * head_tiles) * 8
     head_tile = tl.program_id(0) % (NUM_KV_HEADS * head_tiles)
     kv_head = head_tile // head_tiles
-    row = tl.load(tile_ptr).to(tl.int64)
-    first_token = tl.load(tile_ptr + 1).to(tl.int64)
-    num_tokens = tl.load(tile_ptr + 2)
-    first_position = tl.load(tile_ptr + 3)
-    begin = tl.load(tile_ptr + 4)
-    end = tl.load(tile_ptr + 5)
+    row, first_token, num_tokens, first_position, begin, end = _read_tile(tile_ptr)
 
     rows = tl.arange(0, BLOCK_M)
     token = rows // TILE_HEADS
@@ -78,14 +78,8 @@ def attention_kernel(
     q_rows = (first_token + token) * q_token_stride + q_head * q_head_stride
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_cell, other=0.0)
 
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        # A key without a value: the first part of the keys takes it, the others know nothing of it.
-        is_first = tl.load(tile_ptr + 7) == 1
-        sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
-        top = tl.where(is_first, tl.maximum(sink * 1.4426950408889634, LOWEST), top)
-        total = tl.where(is_first, 1.0, total)
+    is_first = tl.load(tile_ptr + 7) == 1
+    top, total = _start(sinks_ptr, q_head, is_row, is_first, BLOCK_M, HAS_SINKS)
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
 
     position = first_position + token
@@ -93,61 +87,121 @@ def attention_kernel(
     if HAS_WINDOW:
         first_seen = tl.maximum(first_position - window + 1, 0)
     table_ptr = block_tables_ptr + row * table_stride
-    is_dim = dims < HEAD_DIM
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        is_key = keys < end
-        if HAS_WINDOW:
-            is_key = is_key & (keys >= first_seen)
+        is_key = (keys >= first_seen) & (keys < end)
         block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0)
         # 64 bits: a cache is larger than 2^31 bytes, and than 2^31 elements.
         slot = block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
-        cell = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        key = tl.load(
-            key_ptr + cell[None, :] + dims[:, None],
-            mask=is_key[None, :] & is_dim[:, None],
-            other=0.0,
-        )
-        value = tl.load(
-            value_ptr + cell[:, None] + dims[None, :],
-            mask=is_key[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        scores = _product(q, _as(key, q.dtype, IS_FP8_BITS)) * score_scale
+        cells = ((slot * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
+        is_loaded = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        key = _as(tl.load(key_ptr + cells, mask=is_loaded, other=0.0), q.dtype, IS_FP8_BITS)
+        value = _as(tl.load(value_ptr + cells, mask=is_loaded, other=0.0), q.dtype, IS_FP8_BITS)
+        scores = _product(q, tl.trans(key)) * score_scale
         if HAS_SOFT_CAP:
             scores = soft_cap * _tanh(scores)
-        needs_mask = True
-        if SKIPS_MASKS:
-            # Most steps of a prefill lie before the tile's first query and within its last one's window.
-            needs_mask = start + BLOCK_N > first_position + 1
-            if HAS_WINDOW:
-                needs_mask = needs_mask | (start <= first_position + num_tokens - 1 - window)
-        if needs_mask:
-            is_seen = (keys[None, :] <= position[:, None]) & is_key[None, :]
-            if HAS_WINDOW:
-                is_seen = is_seen & (keys[None, :] > position[:, None] - window)
-            scores = tl.where(is_seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        values = _as(value, q.dtype, IS_FP8_BITS)
-        acc = _product(weights.to(q.dtype), values, acc * decay[:, None])
-        top = new_top
+        scores = _masked(
+            scores,
+            keys,
+            is_key,
+            position,
+            start,
+            first_position,
+            first_position + num_tokens - 1,
+            window,
+            BLOCK_N,
+            HAS_WINDOW,
+            SKIPS_MASKS,
+        )
+        acc, top, total = _take(acc, top, total, scores, value)
 
     # A part of the keys may hold none that a token sees: its sum is 0, and so is its result.
     acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-    num_q_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    slot = -1
+    partial_row = -1
     if IS_SPLIT:
-        slot = tl.load(tile_ptr + 6)
-    if slot < 0:
-        cells = ((first_token + token) * num_q_heads + q_head)[:, None] * HEAD_DIM + dims[None, :]
+        partial_row = tl.load(tile_ptr + 6)
+    num_q_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    if partial_row < 0:
+        heads = (first_token + token) * num_q_heads + q_head
+        cells = heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptr + cells, acc.to(out_ptr.dtype.element_ty), mask=is_cell)
     else:
-        partial = (slot + token).to(tl.int64) * num_q_heads + q_head
-        tl.store(partial_ptr + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_cell)
-        tl.store(lse_ptr + partial, top + tl.log2(total), mask=is_row)
+        heads = (partial_row + token).to(tl.int64) * num_q_heads + q_head
+        tl.store(partial_ptr + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_cell)
+        tl.store(lse_ptr + heads, top + tl.log2(total), mask=is_row)
+
+
+@triton.jit
+def _read_tile(tile_ptr):
+    """A line's columns 0 to 5."""
+    row = tl.load(tile_ptr).to(tl.int64)
+    first_token = tl.load(tile_ptr + 1).to(tl.int64)
+    num_tokens, first_position = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
+    return (
+        row,
+        first_token,
+        num_tokens,
+        first_position,
+        tl.load(tile_ptr + 4),
+        tl.load(tile_ptr + 5),
+    )
+
+
+@triton.jit
+def _take(acc, top, total, scores, value):
+    """Add the values of one step, ``[BLOCK_N, HEAD_PAD]``, by their ``scores [BLOCK_M, BLOCK_N]``."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    decay = tl.exp2(top - new_top)
+    total = total * decay + tl.sum(weights, 1)
+    acc = _product(weights.to(value.dtype), value, acc * decay[:, None])
+    return acc, new_top, total
+
+
+@triton.jit
+def _start(sinks_ptr, q_head, is_row, is_first, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Highest score and sum of weights before any key, ``[BLOCK_M]`` float32 each.
+
+    A sink is a key without a value. The first part of the keys takes it, the others know nothing of it.
+    """
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
+        top = tl.where(is_first, tl.maximum(sink * LOG2_E, LOWEST), top)
+        total = tl.where(is_first, 1.0, total)
+    return top, total
+
+
+@triton.jit
+def _masked(
+    scores,  # [BLOCK_M, BLOCK_N]
+    keys,  # [BLOCK_N] positions
+    is_key,  # [BLOCK_N]
+    position,  # [BLOCK_M]
+    start,
+    first_position,
+    last_position,
+    window,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SKIPS_MASKS: tl.constexpr,
+):
+    """``scores``, -inf where a row does not see a key.
+
+    Most steps of a prefill lie before the tile's first query and within its last one's window: as they are.
+    """
+    needs_mask = True
+    if SKIPS_MASKS:
+        needs_mask = start + BLOCK_N > first_position + 1
+        if HAS_WINDOW:
+            needs_mask = needs_mask | (start <= last_position - window)
+    if needs_mask:
+        is_seen = (keys[None, :] <= position[:, None]) & is_key[None, :]
+        if HAS_WINDOW:
+            is_seen = is_seen & (keys[None, :] > position[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
@@ -175,7 +229,7 @@ def _as(x, dtype: tl.constexpr, IS_FP8_BITS: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    return 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2_E)) + 1.0)
 
 
 @triton.jit

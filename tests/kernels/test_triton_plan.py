@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -62,7 +64,7 @@ def test_every_visible_pair_is_in_exactly_one_tile(
             first_seen = 0 if window is None else max(0, position - window + 1)
             assert parts[0][0] <= first_seen
             assert parts[-1][1] > position
-            assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(parts))
 
 
 @given(rows=_rows(), window=st.one_of(st.none(), st.integers(1, 500)))
