@@ -42,10 +42,11 @@ def fp8_e4m3_code(x):
 
 @triton.jit
 def _write(ptr, values, mask, inverse_scale, IS_FP8: tl.constexpr):
+    scaled = values.to(tl.float32) * inverse_scale
     if IS_FP8:
-        tl.store(ptr, fp8_e4m3_code(values.to(tl.float32) * inverse_scale), mask=mask)
+        tl.store(ptr, fp8_e4m3_code(scaled), mask=mask)
     else:
-        tl.store(ptr, values.to(ptr.dtype.element_ty), mask=mask)
+        tl.store(ptr, scaled.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

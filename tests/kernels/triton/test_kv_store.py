@@ -162,7 +162,8 @@ def test_the_cache_has_its_own_type(cache_dtype: torch.dtype) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("scales", [None, KVScales(0.25, 2.0), KVScales(0.013, 0.3)])
-def test_fp8_with_scales(scales: KVScales | None) -> None:
+def test_scales(scales: KVScales | None) -> None:
+    _check(_case(4), kv_scales=scales)
     _check(_case(4, cache_dtype=FP8), kv_scales=scales)
     _check(_case(4, dtype=torch.bfloat16, cache_dtype=FP8), has_norm=True, kv_scales=scales)
 
