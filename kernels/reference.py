@@ -119,11 +119,11 @@ class ReferenceOps:
         cos_sin: Tensor,
         cache: LayerKVCache,
         slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
         *,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 0.0,
-        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """With ``q_norm, k_norm [head_dim]``, each head is normed before it is turned (Qwen3)."""
         if q_norm is not None and k_norm is not None:

@@ -204,11 +204,11 @@ def rotary_store(
     cos_sin: Tensor,
     cache: LayerKVCache,
     slot_mapping: Tensor,
+    kv_scales: KVScales | None = None,
     *,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
-    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """See :meth:`~.reference.ReferenceOps.rotary_store`."""
     return _launch(
