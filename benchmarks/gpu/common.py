@@ -12,7 +12,7 @@ import torch
 from roofline import Card, Work
 from torch import Tensor
 
-from octavo.kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache
+from octavo.kernels.ops import AttentionMetadata, LayerKVCache
 from octavo.kernels.select import select_ops
 from octavo.kernels.triton_ops import TritonOps
 
@@ -129,9 +129,8 @@ def paged_batch(
         tables[row] = ids[first]
         tables[row, :count] = ids[first : first + count]
         first += count
-    spec = KVCacheSpec(num_blocks, block_size, num_kv, head_dim, cache_dtype or dtype)
     shape = (num_blocks, block_size, num_kv, head_dim)
-    key, value = (torch.randn(shape, dtype=dtype, device=device).to(spec.dtype) for _ in range(2))
+    key, value = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
     for row, (seq_len, _) in enumerate(rows):
         last, used = int(tables[row, (seq_len - 1) // block_size]), seq_len % block_size
         if used:
@@ -150,4 +149,5 @@ def paged_batch(
         num_decode_rows=sum(count == 1 for count in query_lens),
     )
     q = torch.randn((sum(query_lens), num_q, head_dim), dtype=dtype, device=device)
-    return Batch(q, LayerKVCache(key, value), metadata)
+    cache = LayerKVCache(*(tensor.to(cache_dtype or dtype) for tensor in (key, value)))
+    return Batch(q, cache, metadata)
