@@ -34,7 +34,7 @@ class CompiledLaunch:
     num_warps: int
     num_stages: int
     num_registers: int  # of a thread
-    num_spilled: int  # bytes a thread on NVIDIA, registers on AMD
+    num_spilled: int  # bytes of memory that a thread keeps registers in
     shared_bytes: int
 
     @property
@@ -149,10 +149,13 @@ def _read_cubin(asm: Any) -> tuple[int, int]:
 
 
 def _read_amdgcn(asm: Any) -> tuple[int, int]:
-    """Vector and accumulation registers, and spilled ones, from the assembler's notes."""
+    """Vector and accumulation registers, and bytes of scratch memory, from the assembler's notes.
+
+    Scalar registers that do not suffice are kept in lanes of vector registers: no memory is touched.
+    """
     text = asm["amdgcn"]
-    spilled = [int(_only(rf"\.{kind}_spill_count:\s+(\d+)", text)) for kind in ("vgpr", "sgpr")]
-    return int(_only(r"\.vgpr_count:\s+(\d+)", text)), sum(spilled)
+    registers = _only(r"\.vgpr_count:\s+(\d+)", text)
+    return int(registers), int(_only(r"\.private_segment_fixed_size:\s+(\d+)", text))
 
 
 def _only(pattern: str, text: str) -> str:

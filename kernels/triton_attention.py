@@ -143,7 +143,8 @@ class TritonAttention:
                     num_stages=tile.num_stages,
                     enable_fp_fusion=True,
                 )
-        _merge(plan, out, partial, lse)
+        if len(plan.merges):
+            merge_parts(plan.merges, out, partial, lse)
         return out
 
     def warm_up(self, q: Tensor, cache: LayerKVCache, **options: object) -> None:
@@ -243,15 +244,14 @@ def _partial_results(plan: AttentionPlan, out: Tensor) -> tuple[Tensor, Tensor]:
     return partial, torch.empty(shape[:2], dtype=torch.float32, device=out.device)
 
 
-def _merge(plan: AttentionPlan, out: Tensor, partial: Tensor, lse: Tensor) -> None:
-    if not len(plan.merges):
-        return
+def merge_parts(merges: Tensor, out: Tensor, partial: Tensor, lse: Tensor) -> None:
+    """Write the rows of ``out`` that ``merges`` names, from what their parts gave."""
     _, num_q_heads, head_dim = out.shape
-    merge_kernel[(len(plan.merges) * num_q_heads,)](
+    merge_kernel[(len(merges) * num_q_heads,)](
         out,
         partial,
         lse,
-        plan.merges,
+        merges,
         NUM_Q_HEADS=num_q_heads,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad_for(head_dim),

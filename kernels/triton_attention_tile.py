@@ -168,7 +168,7 @@ def _start(sinks_ptr, q_head, is_row, is_first, BLOCK_M: tl.constexpr, HAS_SINKS
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
-        top = tl.where(is_first, tl.maximum(sink * LOG2_E, LOWEST), top)
+        top = tl.maximum(sink * LOG2_E, LOWEST)
         total = tl.where(is_first, 1.0, total)
     return top, total
 

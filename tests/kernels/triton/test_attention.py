@@ -14,6 +14,7 @@ from octavo.kernels.ops import AttentionMetadata, KVScales, LayerKVCache
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.triton_attention import TritonAttention
 from octavo.kernels.triton_gpu import ARCHITECTURES, Gpu
+from octavo.kernels.triton_table import Tile
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 BATCHES = {
@@ -60,6 +61,21 @@ def test_long_rows_are_split(make_batch: Any, window: int | None, dtype: torch.d
     check(make_batch(LONG, dtype=dtype, window=window))
 
 
+def test_a_part_may_hold_no_key_that_a_token_sees(
+    make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part begins at the row's last token; the two before it see nothing of it."""
+    from octavo.kernels import triton_attention
+
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT_KEYS", 16)
+    batch = make_batch([(145, 3)])
+    attention = TritonAttention(
+        Gpu(ARCHITECTURES["sm_90"], 64), tiles={"decode": Tile(16, 16, 4, 3)}
+    )
+    out = attention(batch.q, batch.cache, batch.metadata(), scale=0.25)
+    torch.testing.assert_close(out, expect(batch), atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 def test_block_sizes(make_batch: Any, rows: Any, block_size: int) -> None:
@@ -100,7 +116,7 @@ def test_soft_cap(make_batch: Any, rows: Any, window: int | None) -> None:
 @pytest.mark.parametrize("rows", [BATCHES["prefill and decode"], LONG], ids=str)
 def test_sinks(make_batch: Any, rows: Any, window: int | None) -> None:
     batch = make_batch(rows, window=window)
-    sinks = torch.tensor([-3.0, 0.5, 2.0, 30.0])
+    sinks = torch.tensor([-3.0, 2.0, 8.0, 30.0])
     check(batch, sinks=sinks)
     check(batch, sinks=sinks.bfloat16(), soft_cap=1.5)
     assert attend(batch, sinks=sinks)[:, 3].abs().max() < 1e-3  # the sink takes all of it
