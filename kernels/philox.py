@@ -6,6 +6,8 @@ nothing else.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
         ``[4, n]`` int64, words in ``0 .. 2**32 - 1``.
     """
     device = counter.device
-    multipliers = torch.tensor(_MULTIPLIERS, device=device).unsqueeze(1)
-    steps = torch.tensor(_KEY_STEPS, device=device).unsqueeze(1)
+    multipliers, steps = _constants(device)
     rounds = torch.arange(_NUM_ROUNDS, device=device).view(-1, 1, 1)
     keys = (key + rounds * steps) & _MASK  # [rounds, 2, n]
     multiplied, mixed = counter[0::2], counter[1::2]
@@ -37,6 +38,14 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
         high = ((product >> 32) & _MASK).flip(0)
         multiplied, mixed = high ^ mixed ^ round_key, (product & _MASK).flip(0)
     return torch.stack((multiplied[0], mixed[0], multiplied[1], mixed[1]))
+
+
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multipliers and key steps, ``[2, 1]`` int64 each; copied to a device once, as a copy waits for it."""
+    with torch.inference_mode(False):  # usable in and out of it
+        multipliers = torch.tensor(_MULTIPLIERS, device=device).unsqueeze(1)
+        return multipliers, torch.tensor(_KEY_STEPS, device=device).unsqueeze(1)
 
 
 def philox_uniform(seed: Tensor, position: Tensor) -> Tensor:

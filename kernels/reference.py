@@ -18,8 +18,10 @@ from .ops import (
     AttentionMetadata,
     Forward,
     KVCacheSpec,
+    KVScales,
     LayerKVCache,
     QuantizedRows,
+    SamplingSummary,
     SamplingTensors,
     dense,
 )
@@ -88,7 +90,15 @@ class ReferenceOps:
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
         return allocate_kv_cache(spec, device)
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        key_scale, value_scale = kv_scales or KVScales(1.0, 1.0)
         block_size = cache.key.shape[1]
         places = [divmod(slot, block_size) for slot in slot_mapping.tolist()]
         for token, (block, offset) in enumerate(places):
@@ -97,8 +107,30 @@ class ReferenceOps:
             if offset == 0:
                 cache.key[block] = 0
                 cache.value[block] = 0
-            cache.key[block, offset] = k[token].to(cache.key.dtype)
-            cache.value[block, offset] = v[token].to(cache.value.dtype)
+            cache.key[block, offset] = _fit(k[token], key_scale, cache.key.dtype)
+            cache.value[block, offset] = _fit(v[token], value_scale, cache.value.dtype)
+
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """With ``q_norm, k_norm [head_dim]``, each head is normed before it is turned (Qwen3)."""
+        if q_norm is not None and k_norm is not None:
+            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+        q, k = self.rotary(q, k, positions, cos_sin)
+        self.store_kv(k, v, cache, slot_mapping, kv_scales)
+        return q
 
     def attention(
         self,
@@ -109,17 +141,20 @@ class ReferenceOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        key_scale, value_scale = kv_scales or KVScales(1.0, 1.0)
         out = torch.empty_like(q)
         token = 0
         lengths = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
         for row, (query_len, seq_len) in enumerate(lengths):
-            keys = _gather(cache.key, metadata.block_tables[row], seq_len)
-            values = _gather(cache.value, metadata.block_tables[row], seq_len)
+            keys = _gather(cache.key, metadata.block_tables[row], seq_len) * key_scale
+            values = _gather(cache.value, metadata.block_tables[row], seq_len) * value_scale
             for position in range(seq_len - query_len, seq_len):
                 first = 0 if window is None else max(0, position - window + 1)
                 seen = slice(first, position + 1)
-                out[token] = _attend(q[token], keys[seen], values[seen], scale, soft_cap)
+                out[token] = _attend(q[token], keys[seen], values[seen], scale, soft_cap, sinks)
                 token += 1
         return out
 
@@ -144,7 +179,9 @@ class ReferenceOps:
     def record_step(self, forward: Forward) -> Forward:
         return forward
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         uniforms = philox_uniform(params.seed, params.position)
         drawn = [
             _sample_row(
@@ -177,8 +214,22 @@ def _gather(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     return cache[blocks, positions % block_size].float()
 
 
+def _fit(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """``x / scale`` as the cache holds it: a float8 has no infinity, and saturates."""
+    wide = x.float() / scale
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        wide = wide.clamp(-largest, largest)
+    return wide.to(dtype)
+
+
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One token's ``query [num_q_heads, head_dim]`` over what it sees → the same shape."""
     group = query.shape[0] // keys.shape[1]
@@ -187,7 +238,9 @@ def _attend(
     scores = torch.einsum("hd,shd->hs", query.float(), keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().unsqueeze(1)), dim=1)
+    weights = torch.softmax(scores, dim=-1)[:, : keys.shape[0]]
     return torch.einsum("hs,shd->hd", weights, values).to(query.dtype)
 
 

@@ -63,4 +63,6 @@ def logits(x: Tensor, packed: PackedLinear) -> Tensor:
     """``x [num_rows, hidden_size]`` → ``[num_rows, vocab_size]`` float32."""
     if x.device.type == "cpu" or x.dtype == torch.float32:
         return linear(x.float(), packed)
+    if torch.version.hip:  # its product cannot widen what it returns
+        return functional.linear(x.float(), packed.weight.float())
     return torch.mm(x, packed.weight.t(), out_dtype=torch.float32)

@@ -5,8 +5,8 @@ Uses the default KV layout ``[num_blocks, block_size, num_kv_heads, head_dim]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,37 +19,16 @@ from .ops import (
     AttentionMetadata,
     Forward,
     KVCacheSpec,
+    KVScales,
     LayerKVCache,
     QuantizedRows,
+    SamplingSummary,
     SamplingTensors,
     dense,
+    refuse_extras,
 )
+from .step_memo import StepMemo
 from .torch_attention import attend_group
-
-Value = TypeVar("Value")
-
-
-class StepMemo(Generic[Value]):
-    """What every layer of a step derives alike from the step's tensors, computed by the first.
-
-    Keyed by the identity of the arguments, which are kept alive until the next step's come. Whoever
-    changes such a tensor in place must pass it as another object.
-    """
-
-    def __init__(self) -> None:
-        self._owners: tuple[object, ...] = ()
-        self._values: dict[object, Value] = {}
-
-    def get(self, owners: tuple[object, ...], key: object, compute: Callable[[], Value]) -> Value:
-        """The value for ``key`` under ``owners``, compared by identity."""
-        same = len(owners) == len(self._owners) and all(
-            a is b for a, b in zip(owners, self._owners, strict=True)
-        )
-        if not same:
-            self._owners, self._values = owners, {}
-        if key not in self._values:
-            self._values[key] = compute()
-        return self._values[key]
 
 
 class TorchOps:
@@ -117,13 +96,36 @@ class TorchOps:
     def allocate_kv_cache(self, spec: KVCacheSpec, device: torch.device) -> LayerKVCache:
         return allocate_kv_cache(spec, device)
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        refuse_extras(self.name, None, kv_scales)
         block_size = cache.key.shape[1]
         plan = self._store_plans.get(
             (slot_mapping,), block_size, lambda: plan_store(slot_mapping, block_size)
         )
         plan.store(k, cache.key)
         plan.store(v, cache.value)
+
+    def rotary_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> Tensor:
+        q, k = self.rotary(q, k, positions, cos_sin)
+        self.store_kv(k, v, cache, slot_mapping, kv_scales)
+        return q
 
     def attention(
         self,
@@ -134,7 +136,10 @@ class TorchOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        refuse_extras(self.name, sinks, kv_scales)
         block_size = cache.key.shape[1]
         groups = self._attention_plans.get(
             (metadata,),
@@ -169,7 +174,9 @@ class TorchOps:
     def record_step(self, forward: Forward) -> Forward:
         return forward
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(
+        self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
+    ) -> Tensor:
         return torch_sampling.sample(logits, params)
 
 

@@ -56,7 +56,7 @@ def _draw_unfiltered(weights: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     """Every token takes part, but for min-p, which needs no order: the largest weight is 1."""
     if bool((min_p > 0.0).any()):
         weights = weights.masked_fill(weights < min_p.unsqueeze(1), 0.0)
-    return _inverse_cdf(weights, uniform)
+    return inverse_cdf(weights, uniform)
 
 
 def _draw_filtered(
@@ -103,7 +103,7 @@ def _draw_candidates(
     is_kept = (mass - ranked < nucleus.unsqueeze(1)) & (ranked >= params.min_p.unsqueeze(1))
     kept = ranked.masked_fill_(~is_kept, 0.0)
     ids, by_id = ids.sort(dim=-1)
-    column = _inverse_cdf(kept.gather(1, by_id), uniform)
+    column = inverse_cdf(kept.gather(1, by_id), uniform)
     return ids.gather(1, column.unsqueeze(1)).squeeze(1), is_settled
 
 
@@ -112,11 +112,9 @@ def _most_likely(logits: Tensor, num: int) -> Tensor:
 
     Sorts 64-bit keys: the logit's bits, made monotone, above the id's complement.
     """
-    bits = (logits + 0.0).view(torch.int32)  # adding makes -0.0, which ties with 0.0, the same bits
-    monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     vocab_size = logits.shape[1]
     complement = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    keys = (monotone.long() << 32) | complement
+    keys = (monotone_bits(logits).long() << 32) | complement
     if num < vocab_size:
         top = keys.topk(num, dim=-1).values
     else:
@@ -124,7 +122,13 @@ def _most_likely(logits: Tensor, num: int) -> Tensor:
     return vocab_size - 1 - (top & 0xFFFFFFFF)
 
 
-def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+def monotone_bits(logits: Tensor) -> Tensor:
+    """Integers in the order of ``logits`` float32, as int32 of the same shape."""
+    bits = (logits + 0.0).view(torch.int32)  # adding makes -0.0, which ties with 0.0, the same bits
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """First column whose cumulative weight exceeds ``uniform`` of the total; its weight is not 0.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from ...kernels.ops import AttentionMetadata
 from ..step import ScheduledRow
 from .errors import ExecutionError
 from .rows import RowTable
+from .transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class StepInputs:
 
 
 def build_inputs(
-    plan_rows: tuple[ScheduledRow, ...], table: RowTable, device: torch.device
+    plan_rows: tuple[ScheduledRow, ...], table: RowTable, transfer: Transfer
 ) -> StepInputs:
     """Lay out the rows of a plan that ``table`` has applied. There is at least one row.
 
@@ -65,19 +65,28 @@ def build_inputs(
     last_tokens = np.empty(len(order), dtype=np.int64)
     last_tokens[order] = ends - 1
     seq_lens = starts + counts
+    token_ids, positions_on_device, slot_mapping, query_start_loc, lengths, tables = (
+        transfer.upload(
+            table.tokens[token_places, positions].astype(np.int64),
+            positions,
+            slots,
+            np.concatenate(([0], ends)).astype(np.int32),
+            seq_lens.astype(np.int32),
+            _padded_tables(table, places, num_blocks),
+        )
+    )
     metadata = AttentionMetadata(
-        query_start_loc=_tensor(np.concatenate(([0], ends)).astype(np.int32), device),
-        seq_lens=_tensor(seq_lens.astype(np.int32), device),
-        block_tables=_tensor(_padded_tables(table, places, num_blocks), device),
-        slot_mapping=_tensor(slots, device),
+        query_start_loc=query_start_loc,
+        seq_lens=lengths,
+        block_tables=tables,
+        slot_mapping=slot_mapping,
         query_lens_host=counts.tolist(),
         seq_lens_host=seq_lens.tolist(),
         max_query_len=int(counts.max()),
         max_seq_len=int(seq_lens.max()),
         num_decode_rows=int((counts == 1).sum()),
     )
-    token_ids = table.tokens[token_places, positions].astype(np.int64)
-    return StepInputs(_tensor(token_ids, device), _tensor(positions, device), metadata, last_tokens)
+    return StepInputs(token_ids, positions_on_device, metadata, last_tokens)
 
 
 def _check(
@@ -102,7 +111,3 @@ def _padded_tables(
     tables = table.block_tables[places, : int(num_blocks.max())]
     is_past = np.arange(tables.shape[1]) >= num_blocks[:, None]
     return np.where(is_past, tables[:, :1], tables)
-
-
-def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)

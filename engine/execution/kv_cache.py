@@ -1,24 +1,17 @@
-"""How many KV blocks there are, on the device and in the host tier: the rules of their options.
-
-On a GPU, ``--gpu-memory-utilization`` is a share of the device's total memory for this process alone:
-what others use does not change the number of blocks, so the order in which servers start does not
-matter. That the memory is really free is checked, and refused with the numbers if not.
-"""
+"""How many KV blocks there are, on the device and in the host tier: the rules of their options."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ...kernels.ops import Ops
-from ...kernels.select import select_ops
-from ..config import EngineConfig, available_memory_bytes, flag_of, step_limits
+from ..config import EngineConfig, available_memory_bytes, flag_of
 from ..errors import ConfigError
 from ..models.model import Model
-from .runner import ModelRunner
+from .gpu_memory import MemoryProfile, num_blocks_that_fit
 
 CPU_DEFAULT_BYTES = 512 << 20
-CUDA_CONTEXT_BYTES = 512 << 20
-"""What a process holds on a GPU besides torch's own memory: context, kernels, library workspaces."""
 
 
 def kv_block_bytes(model: Model, block_size: int) -> int:
@@ -27,14 +20,22 @@ def kv_block_bytes(model: Model, block_size: int) -> int:
 
 
 def num_blocks_for(
-    config: EngineConfig, model: Model, device: torch.device, *, max_model_len: int | None
+    config: EngineConfig,
+    model: Model,
+    device: torch.device,
+    *,
+    max_model_len: int | None,
+    profile: Callable[[], MemoryProfile] | None = None,
 ) -> int:
     """Size the pool.
 
     ``--num-gpu-blocks-override`` beats ``--kv-cache-memory-bytes``, which beats the default: on a CPU
     512 MiB or one sequence of ``max_model_len`` (the model's window if ``None``), whichever is more,
     but at most a quarter of the memory that is left; on a GPU what ``--gpu-memory-utilization`` leaves
-    after weights and the activations of the largest step.
+    after weights, the activations of the largest step and what other processes hold.
+
+    Args:
+        profile: measures the GPU's memory; called if nothing but the default decides.
 
     Raises:
         ConfigError: not one block fits, or more is asked for than is available; names both numbers.
@@ -46,9 +47,11 @@ def num_blocks_for(
         option, num_blocks = "num_gpu_blocks_override", cache.num_gpu_blocks_override
     elif cache.kv_cache_memory_bytes is not None:
         option, num_blocks = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
-    elif device.type == "cuda":
-        budget = _cuda_budget_bytes(config, model, device)
-        option, num_blocks = "gpu_memory_utilization", budget // block_bytes
+    elif profile is not None:
+        utilization = config.cache.gpu_memory_utilization
+        num_tensors = 2 * model.num_layers
+        option = "gpu_memory_utilization"
+        num_blocks = num_blocks_that_fit(profile(), utilization, block_bytes, num_tensors)
     else:
         window = max_model_len or model.spec.max_position_embeddings
         sequence_bytes = -(-window // cache.block_size) * block_bytes
@@ -94,36 +97,3 @@ def _available_bytes(device: torch.device) -> int:
         return available_memory_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _cuda_budget_bytes(config: EngineConfig, model: Model, device: torch.device) -> int:
-    """What is left for KV of this process's share of the device. 0 if nothing is."""
-    _, total = torch.cuda.mem_get_info(device)
-    share = int(total * config.cache.gpu_memory_utilization)
-    ops = select_ops(config.execution.attention_backend, device)
-    peak = _cuda_peak_bytes(config, model, ops, device)
-    return max(0, share - CUDA_CONTEXT_BYTES - peak)
-
-
-def _cuda_peak_bytes(config: EngineConfig, model: Model, ops: Ops, device: torch.device) -> int:
-    """Most memory that weights and the activations of the largest step take, without the KV cache."""
-    block_size = config.cache.block_size
-    num_tokens, num_rows, _ = step_limits(config.scheduler, on_gpu=True)
-    num_blocks = -(-num_tokens // block_size) + num_rows
-    torch.cuda.reset_peak_memory_stats(device)
-    runner = ModelRunner(
-        model,
-        ops,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=num_rows,
-        max_model_len=min(num_tokens, model.spec.max_position_embeddings),
-        device=device,
-        eos_token_ids=(),
-    )
-    runner.warm_up(num_tokens, num_rows)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    del runner
-    torch.cuda.empty_cache()
-    return peak - num_blocks * kv_block_bytes(model, block_size)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..api import SamplingParams
+from .transfer import to_device
 
 
 class TokenCounts:
@@ -97,7 +98,7 @@ def apply_rules(logits: Tensor, ruled: Sequence[RuledRow]) -> None:
     if biased:
         place = _places([(r.row, r.rules.bias_ids) for r in biased], logits.device)
         values = np.concatenate([r.rules.bias_values for r in biased])
-        logits[place] += torch.from_numpy(values).to(logits.device)
+        logits[place] += to_device(values, logits.device)
     masked = [r for r in ruled if r.num_outputs < r.rules.sampling.min_tokens]
     if masked:
         logits[_places([(r.row, r.rules.masked_ids) for r in masked], logits.device)] = -torch.inf
@@ -120,8 +121,8 @@ def _penalise(logits: Tensor, ruled: Sequence[RuledRow]) -> None:
         [len(c.ids) for c in counts],
         axis=0,
     )
-    repetition, frequency, presence = torch.from_numpy(strengths.T.copy()).to(logits.device)
-    num_seen = torch.from_numpy(np.concatenate([c.counts for c in counts])).to(logits.device)
+    repetition, frequency, presence = to_device(strengths.T.copy(), logits.device)
+    num_seen = to_device(np.concatenate([c.counts for c in counts]), logits.device)
     values = logits[place]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[place] = values - frequency * num_seen - presence * (num_seen > 0)
@@ -134,4 +135,4 @@ def _places(
     lengths = [len(ids) for _, ids in rows]
     row_of = np.repeat(np.array([row for row, _ in rows], dtype=np.int64), lengths)
     ids = np.concatenate([ids for _, ids in rows])
-    return torch.from_numpy(row_of).to(device), torch.from_numpy(ids).to(device)
+    return to_device(row_of, device), to_device(ids, device)

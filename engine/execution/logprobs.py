@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..step import SampleLogprobs
+from .transfer import to_device
 
 MAX_TOKENS_AT_ONCE = 16
 """Bounds the working memory of ranks, which is ``tokens * vocab_size`` floats."""
@@ -85,7 +86,7 @@ def select_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
     """``values[rows]``, at least one row; a view where they follow each other."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return values[rows[0] : rows[0] + len(rows)]
-    return values.index_select(0, torch.tensor(rows, device=values.device))
+    return values.index_select(0, to_device(rows, values.device))
 
 
 def _ranked(
@@ -93,6 +94,6 @@ def _ranked(
 ) -> list[tuple[float, int]]:
     """``(logprob, rank)`` of each ``logprobs[row, column]`` within its row."""
     seen = select_rows(logprobs, rows)
-    chosen = seen.gather(1, torch.tensor(columns, device=logprobs.device).unsqueeze(1))
+    chosen = seen.gather(1, to_device(columns, logprobs.device).unsqueeze(1))
     ranks = (seen > chosen).sum(dim=-1, dtype=torch.int32) + 1
     return list(zip(chosen.squeeze(1).tolist(), ranks.tolist(), strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,14 @@ from .host_tier import HostTier
 from .inputs import StepInputs, build_inputs
 from .rows import RowTable
 from .sampler import SampledRow, Sampler
-from .warm_up import MAX_SWAPPED_BLOCKS, cleanup_step, largest_step, round_trip_step
+from .transfer import Transfer
+from .warm_up import (
+    MAX_SWAPPED_BLOCKS,
+    cleanup_step,
+    kernel_steps,
+    largest_step,
+    round_trip_step,
+)
 
 
 class ModelRunner:
@@ -37,7 +45,13 @@ class ModelRunner:
         device: torch.device,
         eos_token_ids: tuple[int, ...],
         num_host_blocks: int = 0,
+        transfer: Transfer | None = None,
     ) -> None:
+        """
+        Args:
+            transfer: to the device and back; ``None``: what suits the device.
+        """
+        self._transfer = Transfer(device) if transfer is None else transfer
         self._model = model
         self._ops = ops
         self._device = device
@@ -63,7 +77,7 @@ class ModelRunner:
             vocab_size=model.spec.vocab_size,
             eos_token_ids=eos_token_ids,
         )
-        self._sampler = Sampler(ops, self._table)
+        self._sampler = Sampler(ops, self._table, self._transfer)
         self._pending: _Step | None = None
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -107,6 +121,26 @@ class ModelRunner:
         self.submit(cleanup_step(step)).result()
         return ExecutorRates(step.num_tokens / seconds, self._swap_rate())
 
+    def warm_up_kernels(
+        self, max_num_tokens: int, max_num_seqs: int, progress: Callable[[float], None]
+    ) -> None:
+        """Run a step of every kind, so that no request waits for a kernel to be compiled or loaded.
+
+        Args:
+            progress: called with the share of the steps that have run.
+        """
+        steps = kernel_steps(
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            block_size=self._table.block_size,
+            num_blocks=self._num_blocks,
+            max_model_len=self._max_model_len,
+        )
+        for index, step in enumerate(steps):
+            progress(index / len(steps))
+            self.submit(step).result()
+            self.submit(cleanup_step(step)).result()
+
     def _swap_rate(self) -> float:
         """Bytes per second and way between device and host tier; 0 without one."""
         if self._host_tier is None:
@@ -119,7 +153,7 @@ class ModelRunner:
 
     def _forward(self, rows: tuple[ScheduledRow, ...]) -> Tensor | None:
         """Compute all rows; logits ``[num_sampled_rows, vocab_size]`` float32, if any row wants."""
-        inputs = build_inputs(rows, self._table, self._device)
+        inputs = build_inputs(rows, self._table, self._transfer)
         hidden = self._forward_step(inputs.token_ids, inputs.positions, inputs.metadata)
         wanted = self._wanted_tokens(rows, inputs)
         return None if wanted is None else self._model.logits(hidden.index_select(0, wanted))
@@ -132,7 +166,7 @@ class ModelRunner:
             known = self._table.columns["num_tokens"][self._table.place_of(row.seq_id)]
             if row.start + row.num_tokens != known:
                 raise ExecutionError(f"sequence {row.seq_id} is sampled before its last token")
-        return torch.from_numpy(inputs.last_tokens[sampled]).to(self._device)
+        return self._transfer.upload(inputs.last_tokens[sampled])[0]
 
     def _swap_blocks(self, plan: StepPlan) -> Callable[[], float] | None:
         """Execute the swaps; what they returned of their time, if there are any."""
@@ -148,7 +182,7 @@ class ModelRunner:
         ids = [(copy.src_block_id, copy.dst_block_id) for copy in plan.block_copies]
         if not all(0 <= block_id < self._num_blocks for pair in ids for block_id in pair):
             raise ExecutionError(f"a block outside the pool of {self._num_blocks} is copied")
-        src, dst = torch.tensor(ids, dtype=torch.int64, device=self._device).T.contiguous()
+        src, dst = self._transfer.upload(*np.array(ids, dtype=np.int64).T.copy())
         self._ops.copy_blocks(self._kv_caches, src, dst)
 
     def _finish(

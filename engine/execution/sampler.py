@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.ops import Ops, SamplingTensors
+from ...kernels.ops import Ops, SamplingSummary, SamplingTensors
 from ..step import RowResult
 from .logit_rules import RuledRow, apply_rules
 from .logprobs import likely_tokens, sample_logprobs, select_rows
 from .rows import RowTable
+from .transfer import Transfer, to_device
 
 NONFINITE = "the model's logits are not finite"
 NOTHING_LEFT = "penalties, bias and min_tokens leave no token that could be drawn"
@@ -45,7 +46,8 @@ class _Reported(NamedTuple):
 class Sampler:
     """Draws tokens for the rows of a step."""
 
-    def __init__(self, ops: Ops, table: RowTable) -> None:
+    def __init__(self, ops: Ops, table: RowTable, transfer: Transfer) -> None:
+        self._transfer = transfer
         self._ops = ops
         self._table = table
 
@@ -63,15 +65,17 @@ class Sampler:
             One result per row. A row with a NaN, +inf or nothing but -inf, as the model gave it or
             after the row's own rules, gets an error; no other row's result depends on it.
         """
-        is_bad = _replace_nonfinite(logits)
+        not_finite = self._replace_nonfinite(logits)
         reported = self._reported(logits, rows)
         beams = _to_logprobs(logits, rows)
         ruled = self._ruled(rows)
-        is_ruled_out = [False] * len(rows)
+        nothing_left = torch.zeros_like(not_finite)
         if ruled:
             apply_rules(logits, ruled)
-            is_ruled_out = _replace_nonfinite(logits)
-        drawn = self._draw(logits, rows)
+            nothing_left = self._replace_nonfinite(logits)
+        drawn, is_bad, is_ruled_out = self._transfer.download(
+            self._draw(logits, rows), not_finite, nothing_left
+        )
         results = []
         first = 0
         for index, row in enumerate(rows):
@@ -97,7 +101,18 @@ class Sampler:
             if row.place in rules
         ]
 
-    def _draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    def _replace_nonfinite(self, logits: Tensor) -> Tensor:
+        """Zero the rows of ``[num_rows, vocab_size]`` that cannot be drawn from.
+
+        Returns:
+            ``[num_rows]`` bool, which they are.
+        """
+        is_bad = ~torch.isfinite(logits.amax(dim=-1))
+        if self._transfer.is_asynchronous or bool(is_bad.any()):
+            logits.masked_fill_(is_bad.unsqueeze(1), 0.0)
+        return is_bad
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
         """All samples of all rows, one after the other; sample j of a row uses its seed + j."""
         counts = np.array([row.num_samples for row in rows], dtype=np.int64)
         places = np.array([row.place for row in rows], dtype=np.int64)
@@ -106,29 +121,29 @@ class Sampler:
             index = np.repeat(np.arange(len(rows)), counts)
             offsets = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
             if not len(index):
-                return []
-            logits = logits.index_select(0, torch.from_numpy(index).to(logits.device))
+                return torch.empty(0, dtype=torch.int64, device=logits.device)
+            logits = logits.index_select(0, self._transfer.upload(index)[0])
             places = places[index]
-        params = self._params(places, offsets, logits.device)
-        drawn: list[int] = self._ops.sample(logits, params).tolist()
-        return drawn
+        return self._ops.sample(logits, *self._params(places, offsets))
 
     def _params(
-        self, places: NDArray[np.int64], offsets: NDArray[np.int64], device: torch.device
-    ) -> SamplingTensors:
+        self, places: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> tuple[SamplingTensors, SamplingSummary | None]:
         columns = self._table.columns
-
-        def tensor(values: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(values).to(device)
-
-        return SamplingTensors(
-            temperature=tensor(columns["temperature"][places]),
-            top_k=tensor(columns["top_k"][places]),
-            top_p=tensor(columns["top_p"][places]),
-            min_p=tensor(columns["min_p"][places]),
-            seed=tensor(columns["seed"][places] + offsets),
-            position=tensor(columns["num_tokens"][places]),
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "num_tokens")
+        values = [columns[name][places] for name in names]
+        values[4] = values[4] + offsets
+        tensors = SamplingTensors(*self._transfer.upload(*values))
+        if not self._transfer.is_asynchronous:
+            return tensors, None
+        temperature, top_k, top_p, min_p = values[:4]
+        summary = SamplingSummary(
+            has_random=bool((temperature > 0).any()),
+            has_top_k=bool((top_k > 0).any()),
+            has_top_p=bool((top_p < 1).any()),
+            has_min_p=bool((min_p > 0).any()),
         )
+        return tensors, summary
 
     def _reported(self, logits: Tensor, rows: Sequence[SampledRow]) -> _Reported | None:
         """Log-probabilities of the rows that report those of their samples, before any rule."""
@@ -156,7 +171,7 @@ def _to_logprobs(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
     """Normalise the rows that want candidates, in place; their indices."""
     indices = [index for index, row in enumerate(rows) if row.num_candidates]
     if indices:
-        place = torch.tensor(indices, device=logits.device)
+        place = to_device(indices, logits.device)
         logits[place] = torch.log_softmax(select_rows(logits, indices), dim=-1)
     return indices
 
@@ -173,11 +188,3 @@ def _with_candidates(
         if results[index].error is None:
             candidates = tuple(one for one in likely if one[1] > -math.inf)
             results[index] = results[index]._replace(token_ids=(), candidates=candidates)
-
-
-def _replace_nonfinite(logits: Tensor) -> list[bool]:
-    """Zero the rows of ``[num_rows, vocab_size]`` that cannot be drawn from; say which they are."""
-    is_bad = ~torch.isfinite(logits.amax(dim=-1))
-    if bool(is_bad.any()):
-        logits[is_bad] = 0.0
-    return is_bad.tolist()

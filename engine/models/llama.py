@@ -76,8 +76,8 @@ class LlamaLayer:
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         q = heads[:, : spec.num_q_heads]
         k, v = heads[:, spec.num_q_heads :].chunk(2, dim=1)
-        q, k = self.ops.rotary(q, k, positions, cos_sin)
-        self.ops.store_kv(k, v, cache, metadata.slot_mapping)
+        slots = metadata.slot_mapping
+        q = self.ops.rotary_store(q, k, v, positions, cos_sin, cache, slots)
         scale = 1 / math.sqrt(spec.head_dim)
         mixed = self.ops.attention(q, cache, metadata, scale=scale, window=spec.sliding_window)
         return self.out(mixed.flatten(1))

@@ -7,6 +7,7 @@ import torch
 from octavo.engine.api import SamplingParams
 from octavo.engine.execution.inputs import build_inputs
 from octavo.engine.execution.rows import RowTable
+from octavo.engine.execution.transfer import Transfer
 from octavo.engine.step import NewRow, ScheduledRow, StepPlan
 
 
@@ -28,7 +29,7 @@ def test_a_mixed_plan_by_hand() -> None:
     )
     plan = StepPlan(0, new_rows=news, rows=rows)
     table.apply(plan)
-    inputs = build_inputs(plan.rows, table, torch.device("cpu"))
+    inputs = build_inputs(plan.rows, table, Transfer(torch.device("cpu")))
     metadata = inputs.metadata
     # The decode of sequence 11 comes first; the others keep their order.
     assert inputs.token_ids.tolist() == [9, 102, 103, 104, 207, 208]

@@ -10,6 +10,7 @@ import torch
 from octavo.engine.config import EngineConfig, check_preemption
 from octavo.engine.errors import ConfigError
 from octavo.engine.execution import kv_cache
+from octavo.engine.execution.gpu_memory import MemoryProfile
 from octavo.engine.execution.kv_cache import (
     CPU_DEFAULT_BYTES,
     kv_block_bytes,
@@ -86,27 +87,28 @@ def test_more_than_there_is_is_refused_with_the_numbers(fake_model: Any, availab
         num_blocks_for(config, fake_model, CPU, max_model_len=64)
 
 
-def test_on_a_gpu_other_processes_do_not_change_the_size(
-    fake_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The share is of the device's total; what is free only decides whether it can be had."""
-    gib = 1 << 30
-    free = 20 * gib
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * gib))
+def test_on_a_gpu_the_profile_decides(fake_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 64 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(kv_cache, "_cuda_peak_bytes", lambda *args: gib)
-    config = _config(gpu_memory_utilization=0.5)
-    cuda = torch.device("cuda")
-    expected = (12 * gib - gib - kv_cache.CUDA_CONTEXT_BYTES) // kv_block_bytes(fake_model, 16)
-    assert num_blocks_for(config, fake_model, cuda, max_model_len=64) == expected
-    free = 11 * gib
-    assert num_blocks_for(config, fake_model, cuda, max_model_len=64) == expected
-    free = 10 * gib
-    with pytest.raises(ConfigError, match=f"{10 * gib} bytes are available"):
-        num_blocks_for(config, fake_model, cuda, max_model_len=64)
-    with pytest.raises(ConfigError, match="--gpu-memory-utilization leaves no room"):
-        num_blocks_for(_config(gpu_memory_utilization=0.01), fake_model, cuda, max_model_len=64)
+    profiles = []
+
+    def profile() -> MemoryProfile:
+        profiles.append(MemoryProfile(80 << 30, 10 << 30, 16 << 30, 2 << 30))
+        return profiles[-1]
+
+    def num_blocks(**options: Any) -> int:
+        config = _config(**options)
+        cuda = torch.device("cuda")
+        return num_blocks_for(config, fake_model, cuda, max_model_len=64, profile=profile)
+
+    assert num_blocks(gpu_memory_utilization=0.5) == (12 << 30) // kv_block_bytes(fake_model, 16)
+    assert num_blocks(num_gpu_blocks_override=7) == 7
+    assert len(profiles) == 1
+    free = 1 << 30
+    with pytest.raises(ConfigError, match=f"{1 << 30} bytes are available"):
+        num_blocks(gpu_memory_utilization=0.5)
 
 
 def test_the_host_tier_is_never_larger_than_asked(fake_model: Any, available: Any) -> None:

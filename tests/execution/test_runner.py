@@ -241,6 +241,28 @@ def test_warm_up_leaves_no_trace(make_driver: Any, expected: list[int], fake_mod
     assert driver.generate(0, PROMPT, 8) == expected
 
 
+def test_kernels_are_warmed_by_steps_of_every_kind(
+    make_driver: Any, expected: list[int], fake_model: Any
+) -> None:
+    driver, progress = make_driver(model=fake_model), list[float]()
+    driver.runner.warm_up_kernels(48, 4, progress.append)
+    assert progress == sorted(progress)
+    assert progress[0] == 0.0
+    assert 0.9 < progress[-1] < 1.0
+    assert {1, 2, 4, 16, 48} <= set(fake_model.num_tokens_seen)  # decodes of 1 and 4 rows, prompts
+    assert max(fake_model.num_tokens_seen) == 48
+    assert 1 + 16 in fake_model.num_tokens_seen  # a decode beside a prompt
+    assert len(driver.runner._table) == 0
+    assert driver.generate(0, PROMPT, 8) == expected
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_kernels_are_warmed_in_the_smallest_pool(make_driver: Any, num_blocks: int) -> None:
+    driver = make_driver(num_blocks=num_blocks)
+    driver.runner.warm_up_kernels(512, 8, lambda _share: None)
+    assert len(driver.runner._table) == 0
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_warm_up_fits_the_smallest_pool(make_driver: Any, num_blocks: int) -> None:
     driver = make_driver(num_blocks=num_blocks, block_size=1)

@@ -17,6 +17,7 @@ from octavo.engine.execution.logit_rules import LogitRules, RuledRow, apply_rule
 from octavo.engine.execution.logprobs import most_likely, sample_logprobs
 from octavo.engine.execution.rows import RowTable
 from octavo.engine.execution.sampler import NONFINITE, NOTHING_LEFT, SampledRow, Sampler
+from octavo.engine.execution.transfer import Transfer
 from octavo.engine.step import NewRow, StepPlan
 from octavo.kernels.torch_ops import TorchOps
 
@@ -100,7 +101,7 @@ class _Rows:
             for seq_id, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         self.table.apply(StepPlan(0, new_rows=tuple(news)))
-        self.sampler = Sampler(TorchOps(), self.table)
+        self.sampler = Sampler(TorchOps(), self.table, Transfer(torch.device("cpu")))
 
     def sample(self, logits: torch.Tensor, num_samples: int = 1) -> list[Any]:
         rows = [

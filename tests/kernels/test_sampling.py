@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels import torch_sampling
-from octavo.kernels.ops import Ops, SamplingTensors
+from octavo.kernels import sync_free_sampling, torch_sampling
+from octavo.kernels.ops import Ops, SamplingSummary, SamplingTensors
 from octavo.kernels.philox import philox_uniform
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_ops import TorchOps
@@ -79,6 +79,14 @@ def test_equals_the_numpy_rule(case: tuple[Tensor, SamplingTensors]) -> None:
     expected = [_numpy_rule(logits[row].numpy(), params, row) for row in range(len(logits))]
     assert ReferenceOps().sample(logits.clone(), params).tolist() == expected
     assert TorchOps().sample(logits.clone(), params).tolist() == expected
+    assert sync_free_sampling.sample(logits.clone(), params, None).tolist() == expected
+    summary = SamplingSummary(
+        has_random=bool((params.temperature > 0).any()),
+        has_top_k=bool((params.top_k > 0).any()),
+        has_top_p=bool((params.top_p < 1).any()),
+        has_min_p=bool((params.min_p > 0).any()),
+    )
+    assert sync_free_sampling.sample(logits.clone(), params, summary).tolist() == expected
 
 
 def test_greedy_takes_the_lowest_id_on_a_tie(ops: Ops) -> None:

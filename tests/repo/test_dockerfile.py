@@ -51,7 +51,12 @@ def test_every_keyword_is_an_instruction(root: Path) -> None:
 def test_the_last_stage_takes_only_the_installed_environment(
     stages: list[list[Instruction]],
 ) -> None:
-    assert len(stages) == 2
+    assert [stage[0][1].split(" AS ")[1] for stage in stages] == [
+        "builder",
+        "base-cpu",
+        "base-cuda",
+        "runtime",
+    ]
     copies = _values(stages[-1], "COPY")
     assert len(copies) == 1
     assert copies[0].startswith("--from=builder ")
@@ -74,7 +79,9 @@ def test_the_builder_copies_every_folder_of_the_package(
 
 def test_torch_comes_first_and_from_a_chosen_index(stages: list[list[Instruction]]) -> None:
     installs = [line for line in _values(stages[0], "RUN") if "pip install" in line]
-    assert installs[0].endswith('--index-url "$TORCH_INDEX" "torch==$TORCH_VERSION"')
+    assert installs[0].endswith(
+        '${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$TORCH_VERSION"'
+    )
 
 
 def test_versions_are_those_of_the_makefile(root: Path) -> None:
@@ -96,10 +103,26 @@ def test_runs_as_a_numeric_user_that_is_not_root(stages: list[list[Instruction]]
 
 def test_home_and_caches_are_in_tmp(stages: list[list[Instruction]]) -> None:
     environment = _environment(stages[-1])
-    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in (
+        "HOME",
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+    ):
         assert environment[name].split("/")[1] == "tmp", name
     assert environment["PYTHONSAFEPATH"] == "1"
     assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+def test_one_argument_makes_the_cuda_variant(root: Path, stages: list[list[Instruction]]) -> None:
+    """The base differs and nothing else: it has the compiler that Triton needs, and asks for the driver."""
+    _, cpu, cuda, runtime = stages
+    assert "ARG DEVICE=cpu\n" in (root / "Dockerfile").read_text()
+    assert runtime[0][1] == "base-${DEVICE} AS runtime"
+    assert len(cpu) == 1
+    assert "gcc libc6-dev" in _values(cuda, "RUN")[0]
+    assert "compute" in _environment(cuda)["NVIDIA_DRIVER_CAPABILITIES"]
 
 
 def test_health_check_asks_the_exposed_port(stages: list[list[Instruction]]) -> None:

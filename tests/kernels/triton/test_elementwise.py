@@ -1,0 +1,120 @@
+"""Norms and activations against their twins: any length, rows that are part of wider ones, poison outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octavo.kernels import triton_activation, triton_norm
+from octavo.kernels.reference import ReferenceOps
+
+ORACLE = ReferenceOps()
+# The interpreter cuts to bfloat16 where a GPU rounds: a unit in the last place.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+DTYPES = list(TOLERANCE)
+GATES: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+    (triton_activation.silu_and_mul, ORACLE.silu_and_mul),
+    (triton_activation.gelu_and_mul, ORACLE.gelu_and_mul),
+]
+
+
+def _randn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _part(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Rows that lie in a wider tensor, with NaN between them."""
+    wide = torch.full((size[0], size[1] + 5), float("nan"), dtype=dtype)
+    wide[:, : size[1]] = _randn(*size, dtype=dtype, seed=seed)
+    return wide[:, : size[1]]
+
+
+def _assert_close(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == expected.dtype
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 576), (3, 80), (2, 1), (1, 3072)])
+def test_norms(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    x, residual = _part(*size, dtype=dtype), _part(*size, dtype=dtype, seed=1)
+    weight = _randn(size[1], dtype=dtype, seed=2)
+    _assert_close(triton_norm.rms_norm(x, weight, 1e-5), ORACLE.rms_norm(x, weight, 1e-5))
+    expected = ORACLE.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    got = triton_norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert got[1] is residual
+    for one, other in zip(got, expected, strict=True):
+        _assert_close(one, other)
+
+
+@given(st.integers(0, 3), st.integers(1, 700), st.sampled_from(DTYPES), st.integers(0, 99))
+@settings(max_examples=25)
+def test_norms_of_any_length(num_rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    x, weight = _randn(num_rows, size, dtype=dtype, seed=seed), _randn(size, dtype=dtype)
+    _assert_close(triton_norm.rms_norm(x, weight, 1e-6), ORACLE.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.smoke
+def test_norms_square_in_float32() -> None:
+    """300 squared is beyond float16's range."""
+    x = torch.full((1, 8), 300.0, dtype=torch.float16)
+    out = triton_norm.rms_norm(x, torch.ones(8, dtype=torch.float16), 1e-5)
+    torch.testing.assert_close(out, torch.ones(1, 8, dtype=torch.float16))
+
+
+@pytest.mark.smoke
+def test_a_row_too_long_is_refused() -> None:
+    x = torch.empty(1, triton_norm.MAX_SIZE + 1, device="meta")
+    with pytest.raises(ValueError, match="65537"):
+        triton_norm.rms_norm(x, x[0], 1e-5)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [33, 1024, 1536])
+@pytest.mark.parametrize("gate", GATES, ids=["silu", "gelu"])
+def test_gates(
+    dtype: torch.dtype,
+    size: int,
+    gate: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+) -> None:
+    x = _part(2, 2 * size, dtype=dtype)
+    _assert_close(gate[0](x), gate[1](x))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("gate", GATES, ids=["silu", "gelu"])
+def test_gates_of_large_numbers(
+    gate: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+) -> None:
+    """Where exp overflows, the result is still the number itself or nothing."""
+    x = torch.tensor([[-300.0, -90.0, 0.0, 90.0, 300.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    _assert_close(gate[0](x), torch.tensor([[0.0, 0.0, 0.0, 90.0, 300.0]]))
+
+
+@pytest.mark.smoke
+def test_a_nan_row_leaves_the_others_bit_equal() -> None:
+    x, weight = _randn(4, 66), _randn(66, seed=1)
+    poisoned = x.clone()
+    poisoned[2] = float("nan")
+    for op in (
+        lambda rows: triton_norm.rms_norm(rows, weight, 1e-5),
+        triton_activation.silu_and_mul,
+        triton_activation.gelu_and_mul,
+    ):
+        assert torch.equal(op(x)[[0, 1, 3]], op(poisoned)[[0, 1, 3]])
+        assert op(poisoned)[2].isnan().all()
+
+
+@pytest.mark.smoke
+def test_no_rows_are_no_launch() -> None:
+    empty = torch.empty(0, 8)
+    assert triton_norm.rms_norm(empty, torch.ones(8), 1e-5).shape == (0, 8)
+    assert triton_activation.silu_and_mul(empty).shape == (0, 4)
