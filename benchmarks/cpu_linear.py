@@ -95,6 +95,7 @@ class Native:
             num_tokens=ctypes.addressof(self.count),
             x=self.rows.data_ptr(),
             x_stride=weight.in_features,
+            row_kind=weight.row_kind,
             capacity=self.out.shape[0],
             weight=weight.data.data_ptr(),
             kind=weight.kind,

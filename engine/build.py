@@ -167,7 +167,12 @@ def _select_ops(config: EngineConfig, device: torch.device) -> Ops:
     from ..kernels.select import select_ops
 
     try:
-        return select_ops(config.execution.attention_backend, device, kernel_cache_dir())
+        return select_ops(
+            config.execution.attention_backend,
+            device,
+            kernel_cache_dir(),
+            rounds_activations=config.model.quantization == "int8",
+        )
     except ValueError as error:
         raise ConfigError(f"{flag_of('attention_backend')}: {error}") from error
 
@@ -238,11 +243,12 @@ def _log_place(config: EngineConfig, checkpoint: Checkpoint, place: _Place, ops:
     quantization = checkpoint.spec.quantization
     is_kept = _keeps_quantized(config) and quantization in ops.quantized_types
     logger.info(
-        "%s kernels on %s, %s%s, %d threads",
+        "%s kernels on %s, %s%s%s, %d threads",
         ops.name,
         place.device,
         str(place.dtype).removeprefix("torch."),
         f" with {quantization} weights as they are" if is_kept else "",
+        " and activations of 8 bits" if is_kept and config.model.quantization == "int8" else "",
         place.num_threads,
     )
 
@@ -301,7 +307,7 @@ def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dty
 
 
 def _keeps_quantized(config: EngineConfig) -> bool:
-    return config.model.quantization == "auto" and config.model.dtype == "auto"
+    return config.model.quantization != "none" and config.model.dtype == "auto"
 
 
 def _has_bfloat16() -> bool:

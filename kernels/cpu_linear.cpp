@@ -123,8 +123,8 @@ void product(const LinearArgs& a, const Team& team) {
   });
 }
 
-// How rows reach a product with weights of `kind`.
-int64_t row_kind(int64_t kind) {
+// How rows best reach a product with weights of `kind`, of GGUF's groups as integers or numbers.
+int64_t best_row_kind(int64_t kind) {
   if (kind == kWeightFloat32) return kRowsFloat32;
   if (kind == kWeightBfloat16) return kRowsBfloat16;
 #if defined(OCTAVO_AMX)
@@ -183,8 +183,8 @@ int64_t number_at(int64_t kind, bool is_tiled, int64_t n, int64_t k) {
 }
 
 // A block of GGUF is d, m (Q4_1 only), then 16 or 32 bytes of numbers.
-void pack_groups(const Source& source, int64_t kind, const WeightLayout& layout, char* packed) {
-  const bool is_tiled = row_kind(kind) == kRowsBfloat16;
+void pack_groups(const Source& source, int64_t kind, bool is_tiled, const WeightLayout& layout,
+                 char* packed) {
   const int64_t number_bytes = kind == kWeightQ8_0 ? kGroup : kGroup / 2;
   const int64_t num_factors = kind == kWeightQ4_1 ? 2 : 1;
   const int64_t block_bytes = num_factors * 2 + number_bytes;
@@ -210,7 +210,7 @@ void pack_groups(const Source& source, int64_t kind, const WeightLayout& layout,
   }
 }
 
-void pack_panel(int64_t kind, const Source& source, int64_t in_features, const WeightLayout& layout,
+void pack_panel(int64_t kind, int64_t row_kind, const Source& source, int64_t in_features, const WeightLayout& layout,
                 char* packed) {
   std::memset(packed, 0, layout.panel_bytes);
   if (kind == kWeightFloat32)
@@ -218,7 +218,7 @@ void pack_panel(int64_t kind, const Source& source, int64_t in_features, const W
   else if (kind == kWeightBfloat16)
     pack_bfloat16(source, in_features, reinterpret_cast<bf16*>(packed));
   else
-    pack_groups(source, kind, layout, packed);
+    pack_groups(source, kind, row_kind == kRowsBfloat16, layout, packed);
 }
 
 }  // namespace
@@ -228,7 +228,7 @@ namespace {
 template <int64_t kind>
 void grouped_product(const LinearArgs& a, const Team& team) {
 #if defined(OCTAVO_AMX)
-  if (may_use_tiles()) return product<AmxGroupedKernel<kind>>(a, team);
+  if (a.row_kind == kRowsBfloat16) return product<AmxGroupedKernel<kind>>(a, team);
 #endif
   product<GroupedKernel<kind>>(a, team);
 }
@@ -251,13 +251,13 @@ void linear_part(const LinearArgs& a, const Team& team) {
 
 }  // namespace octavo
 
-int64_t octavo_row_kind(int64_t kind) { return octavo::row_kind(kind); }
+int64_t octavo_row_kind(int64_t kind) { return octavo::best_row_kind(kind); }
 
 int64_t octavo_packed_size(int64_t kind, int64_t out_features, int64_t in_features) {
   return octavo::WeightLayout(kind, out_features, in_features).bytes();
 }
 
-void octavo_pack_weight(int64_t kind, const void* source, int64_t source_stride,
+void octavo_pack_weight(int64_t kind, int64_t row_kind, const void* source, int64_t source_stride,
                         int64_t out_features, int64_t in_features, void* packed,
                         int64_t num_threads) {
   using namespace octavo;
@@ -267,7 +267,7 @@ void octavo_pack_weight(int64_t kind, const void* source, int64_t source_stride,
     const int64_t first = panel * kPanel;
     const Source rows{static_cast<const char*>(source) + first * source_stride, source_stride,
                       std::min(kPanel, out_features - first)};
-    pack_panel(kind, rows, in_features, layout,
+    pack_panel(kind, row_kind, rows, in_features, layout,
                static_cast<char*>(packed) + panel * layout.panel_bytes);
   }
 }

@@ -55,15 +55,15 @@ struct WeightLayout {
 
 }  // namespace octavo
 
-// The RowKind that products with weights of `kind` read, in this process.
+// The RowKind that products with weights of `kind` best read on this processor.
 OCTAVO_EXPORT int64_t octavo_row_kind(int64_t kind);
 
 // Bytes that octavo_pack_weight fills.
 OCTAVO_EXPORT int64_t octavo_packed_size(int64_t kind, int64_t out_features,
                                          int64_t in_features);
 
-// Packs `source`: rows of float32, of bfloat16, or of GGUF blocks, `source_stride` bytes apart. For
+// Packs `source` for rows of `row_kind`, which is octavo_row_kind's, or kRowsInt8 for the grouped kinds: rows of float32, of bfloat16, or of GGUF blocks, `source_stride` bytes apart. For
 // the grouped kinds in_features is a multiple of 32. `packed` is aligned to 64 bytes.
-OCTAVO_EXPORT void octavo_pack_weight(int64_t kind, const void* source, int64_t source_stride,
+OCTAVO_EXPORT void octavo_pack_weight(int64_t kind, int64_t row_kind, const void* source, int64_t source_stride,
                                       int64_t out_features, int64_t in_features, void* packed,
                                       int64_t num_threads);

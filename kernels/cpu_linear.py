@@ -65,19 +65,21 @@ def pack_gguf_weight(
     blocks: Tensor,
     kind: WeightKind,
     bias: Tensor | None = None,
+    row_kind: RowKind | None = None,
 ) -> PackedWeight:
     """Pack a GGUF tensor's own bytes, losslessly.
 
     Args:
         blocks: ``[out_features, in_features / 32 * BLOCK_BYTES[kind]]`` uint8.
         kind: one of :data:`BLOCK_BYTES`.
+        row_kind: INT8, or the processor's best.
     """
     block_bytes = BLOCK_BYTES[kind]
     if blocks.dtype != torch.uint8 or blocks.shape[1] % block_bytes != 0:
         raise ValueError(f"rows of {kind.name} are whole blocks of {block_bytes} bytes")
     if blocks.stride(1) != 1:
         blocks = blocks.contiguous()
-    return _pack(library, kind, blocks, blocks.shape[1] // block_bytes * _GROUP, bias)
+    return _pack(library, kind, blocks, blocks.shape[1] // block_bytes * _GROUP, bias, row_kind)
 
 
 def _pack(
@@ -86,12 +88,16 @@ def _pack(
     source: Tensor,
     in_features: int,
     bias: Tensor | None,
+    row_kind: RowKind | None = None,
 ) -> PackedWeight:
+    if row_kind is None:
+        row_kind = RowKind(library.octavo_row_kind(c_int64(kind)))
     out_features = source.shape[0]
     size = library.octavo_packed_size(c_int64(kind), c_int64(out_features), c_int64(in_features))
     data = torch.empty(size, dtype=torch.uint8)  # torch aligns to 64 bytes
     library.octavo_pack_weight(
         c_int64(kind),
+        c_int64(row_kind),
         c_void_p(source.data_ptr()),
         c_int64(source.stride(0) * source.element_size()),
         c_int64(out_features),
@@ -100,5 +106,4 @@ def _pack(
         c_int64(torch.get_num_threads()),
     )
     bias = None if bias is None else bias.float().contiguous()
-    row_kind = RowKind(library.octavo_row_kind(c_int64(kind)))
     return PackedWeight(data, kind, out_features, in_features, row_kind, bias)

@@ -193,6 +193,7 @@ struct LinearArgs {
   const void* x;     // float32 [num_tokens, in_features] for kWeightFloat32, else PackedRows
   int64_t x_stride;  // of float32 rows
   int64_t capacity;  // as in the PackRowsArgs that wrote x
+  int64_t row_kind;  // RowKind of x, for which `weight` was packed
   const void* weight;
   int64_t kind;  // WeightKind
   int64_t in_features;

@@ -51,13 +51,15 @@ class CpuOps:
 
     Args:
         library: from :func:`~.cpu_build.load_library`.
+        rounds_activations: products with GGUF's blocks always take activations of 8 bits, in groups of 32.
     """
 
     name = "cpu"
     quantized_types = frozenset({"Q4_0", "Q4_1", "Q8_0"})
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, rounds_activations: bool = False) -> None:
         self._library = library
+        self._row_kind = RowKind.INT8 if rounds_activations else None
         self._cells = Cells()
         self._recording: Recording | None = None
 
@@ -67,7 +69,8 @@ class CpuOps:
         self, weight: Tensor | QuantizedRows, bias: Tensor | None = None
     ) -> PackedWeight:
         if isinstance(weight, QuantizedRows):
-            return pack_gguf_weight(self._library, weight.blocks, WeightKind[weight.type], bias)
+            kind = WeightKind[weight.type]
+            return pack_gguf_weight(self._library, weight.blocks, kind, bias, self._row_kind)
         return pack_weight(self._library, weight, bias)
 
     def pack_head(self, weight: Tensor | QuantizedRows) -> PackedWeight:
@@ -115,6 +118,7 @@ class CpuOps:
                 x=address,
                 x_stride=stride,
                 capacity=capacity,
+                row_kind=packed.row_kind,
                 weight=packed.data.data_ptr(),
                 kind=packed.kind,
                 in_features=packed.in_features,

@@ -225,6 +225,7 @@ const LayoutEntry kLayout[] = {
     FIELD(LinearArgs, x),
     FIELD(LinearArgs, x_stride),
     FIELD(LinearArgs, capacity),
+    FIELD(LinearArgs, row_kind),
     FIELD(LinearArgs, weight),
     FIELD(LinearArgs, kind),
     FIELD(LinearArgs, in_features),

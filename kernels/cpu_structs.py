@@ -159,6 +159,7 @@ class LinearArgs(Args):
         ("x", c_void_p),
         ("x_stride", c_int64),
         ("capacity", c_int64),
+        ("row_kind", c_int64),
         ("weight", c_void_p),
         ("kind", c_int64),
         ("in_features", c_int64),
@@ -204,7 +205,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it ta
     "octavo_packed_rows_size": (c_int64, c_int64, c_int64, c_int64),
     "octavo_row_kind": (c_int64, c_int64),
     "octavo_packed_size": (c_int64, c_int64, c_int64, c_int64),
-    "octavo_pack_weight": (None, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64),
+    "octavo_pack_weight": (
+        None,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+    ),
 }
 
 

@@ -19,7 +19,13 @@ BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
 logger = logging.getLogger(__name__)
 
 
-def select_ops(backend: str, device: torch.device, cache_dir: Path | None = None) -> Ops:
+def select_ops(
+    backend: str,
+    device: torch.device,
+    cache_dir: Path | None = None,
+    *,
+    rounds_activations: bool = False,
+) -> Ops:
     """The op set for ``backend``, one of :data:`BACKENDS`, on ``device``.
 
     ``auto`` is the fastest set that works on the device: Triton's on a GPU, on a CPU the native one, which is
@@ -28,6 +34,7 @@ def select_ops(backend: str, device: torch.device, cache_dir: Path | None = None
 
     Args:
         cache_dir: where compiled CPU kernels are kept; None: in the user's cache folder.
+        rounds_activations: for :class:`~.cpu_ops.CpuOps`; the others have no use for it.
 
     Raises:
         ValueError: there is no such back end, or it does not work here; the message says why.
@@ -40,7 +47,7 @@ def select_ops(backend: str, device: torch.device, cache_dir: Path | None = None
         return TorchOps()
     if backend == "triton" or (backend == "auto" and device.type != "cpu"):
         return _triton_ops(device, is_asked_for=backend == "triton")
-    return _cpu_ops(device, cache_dir, is_asked_for=backend == "cpu")
+    return _cpu_ops(device, cache_dir, rounds_activations, is_asked_for=backend == "cpu")
 
 
 def _triton_ops(device: torch.device, is_asked_for: bool) -> Ops:
@@ -60,13 +67,15 @@ def _triton_ops(device: torch.device, is_asked_for: bool) -> Ops:
     return ops
 
 
-def _cpu_ops(device: torch.device, cache_dir: Path | None, is_asked_for: bool) -> Ops:
+def _cpu_ops(
+    device: torch.device, cache_dir: Path | None, rounds_activations: bool, is_asked_for: bool
+) -> Ops:
     if device.type != "cpu":
         raise ValueError(f"The cpu kernels do not run on {device}.")
     native = load_library(cache_dir=cache_dir)
     if native.library is not None:
         logger.info("native kernels %s", native.detail)
-        return CpuOps(native.library)
+        return CpuOps(native.library, rounds_activations=rounds_activations)
     if is_asked_for:
         raise ValueError(f"The native kernels cannot be used: {native.detail}")
     logger.warning(

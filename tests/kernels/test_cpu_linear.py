@@ -62,6 +62,22 @@ def _features() -> set[str]:
     return {word for line in lines if line.startswith("flags") for word in line.split()}
 
 
+@pytest.fixture(scope="module", params=[None, RowKind.INT8], ids=["best", "integers"], autouse=True)
+def rows_of_groups(request: pytest.FixtureRequest) -> None:
+    """How rows reach products with GGUF's groups: as the processor likes them best, or as integers."""
+    global _row_kind
+    _row_kind = request.param
+
+
+_row_kind: RowKind | None = None
+
+
+def pack_groups(
+    native: ctypes.CDLL, blocks: Tensor, kind: WeightKind, bias: Tensor | None = None
+) -> PackedWeight:
+    return pack_gguf_weight(native, blocks, kind, bias, _row_kind)
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -107,7 +123,7 @@ def make(
     """A packed weight, and the same in float64."""
     if kind in GROUPED:
         blocks = draw_blocks(kind, out_features, in_features)
-        packed, values = pack_gguf_weight(native, blocks, kind, bias), dequantise(kind, blocks)
+        packed, values = pack_groups(native, blocks, kind, bias), dequantise(kind, blocks)
         return packed, as_multiplied(packed, values)
     weight = draw(out_features, in_features, seed=1)
     if kind == WeightKind.BFLOAT16:
@@ -152,6 +168,7 @@ def linear(
         x=rows.data_ptr(),
         x_stride=x.stride(0),
         capacity=x.shape[0],
+        row_kind=packed.row_kind,
         weight=packed.data.data_ptr(),
         kind=packed.kind,
         in_features=packed.in_features,
@@ -227,9 +244,9 @@ def test_groups_give_the_bits_of_bfloat16_where_there_is_amx(
     native: ctypes.CDLL, kind: WeightKind, num_rows: int
 ) -> None:
     blocks = draw_blocks(kind, 100, 1536)
-    packed = pack_gguf_weight(native, blocks, kind)
+    packed = pack_groups(native, blocks, kind)
     if multiplies_integers(packed):
-        pytest.skip("no AMX")
+        pytest.skip("no AMX, or integers are asked for")
     rounded = pack_weight(native, dequantise(kind, blocks).float().bfloat16())
     x = draw(num_rows, 1536)
     assert torch.equal(bits(linear(native, x, packed)), bits(linear(native, x, rounded)))
@@ -340,7 +357,7 @@ def test_the_largest_numbers_do_not_overflow(native: ctypes.CDLL, kind: WeightKi
     num_bytes = GROUP if kind == WeightKind.Q8_0 else GROUP // 2
     for number in [0x7F, 0x80] if kind == WeightKind.Q8_0 else [0xFF, 0x00]:
         blocks[:, :, -num_bytes:] = number
-        packed = pack_gguf_weight(native, blocks.view(40, -1), kind)
+        packed = pack_groups(native, blocks.view(40, -1), kind)
         signs = torch.tensor([1.0, -1.0, 0.0])[:, None]
         x = signs.expand(3, 64).contiguous()
         assert_matches(native, x, packed, as_multiplied(packed, dequantise(kind, blocks)))
@@ -354,7 +371,7 @@ def test_grouped_weights_keep_extreme_scales(native: ctypes.CDLL) -> None:
     blocks[:, 2] = 1
     x = torch.zeros(1, GROUP)
     x[0, 0] = 127.0
-    packed = pack_gguf_weight(native, blocks, WeightKind.Q8_0)
+    packed = pack_groups(native, blocks, WeightKind.Q8_0)
     assert torch.equal(linear(native, x, packed)[0].double(), as_multiplied(packed, d) * 127)
 
 

@@ -21,6 +21,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "the file's own": {},
+    "activations of 8 bits": {"quantization": "int8"},
 }
 CROWDED = {
     "num_gpu_blocks_override": 40,
