@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <optional>
 
 #include "cpu_ops.h"
 
@@ -95,13 +96,11 @@ int64_t end_of_run(const Instruction* program, int64_t begin, int64_t count) {
 // Two counters take turns. While one op uses one of them, nobody touches the other: it belonged to
 // the op before, which all threads have left, and belongs to the op after, which none enters before
 // the barrier. So one thread zeroes it in between, and one barrier between two ops is enough.
-void run_share(const Instruction* program, int64_t count, Counter* counters) {
+void run_share(const Instruction* program, int64_t count, Counter* counters, Barrier& barrier) {
   const int64_t rank = omp_get_thread_num(), size = omp_get_num_threads();
   int64_t turn = 0;
   for (int64_t i = 0, end; i < count; i = end, turn = 1 - turn) {
-    if (i > 0) {
-#pragma omp barrier
-    }
+    if (i > 0) barrier.wait();
     if (rank == 0) counters[1 - turn].next.store(0, std::memory_order_relaxed);
     const Team team{rank, size, &counters[turn].next};
     end = end_of_run(program, i, count);
@@ -253,9 +252,14 @@ const LayoutEntry kLayout[] = {
 
 void octavo_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
   octavo::Counter counters[2];
+  std::optional<octavo::Barrier> barrier;  // of as many threads as the runtime grants
   const int size = num_threads < 1 ? 1 : int(num_threads);
 #pragma omp parallel num_threads(size)
-  octavo::run_share(program, count, counters);
+  {
+#pragma omp single
+    barrier.emplace(omp_get_num_threads());
+    octavo::run_share(program, count, counters, *barrier);
+  }
 }
 
 int64_t octavo_layout(const octavo::LayoutEntry** entries) {

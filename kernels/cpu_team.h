@@ -8,6 +8,14 @@
 #include <atomic>
 #include <cstdint>
 
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <thread>
+#endif
+
 namespace octavo {
 
 struct Team {
@@ -30,6 +38,56 @@ struct Team {
       work(begin, std::min(begin + chunk, count));
     }
   }
+};
+
+// Where threads wait for each other. They spin at first, since the others are seldom late. A thread that has waited for
+// a while sleeps: then one that another process keeps from running may have its processor.
+class Barrier {
+ public:
+  explicit Barrier(int64_t size) : size_(int32_t(size)) {}
+
+  void wait() {
+    const int32_t turn = turn_.load(std::memory_order_relaxed);
+    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      num_arrived_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_seq_cst);
+      if (num_sleepers_.load(std::memory_order_seq_cst) > 0) wake();
+      return;
+    }
+    for (int i = 0; i < kSpins; i++) {
+      if (turn_.load(std::memory_order_acquire) != turn) return;
+      pause();
+    }
+    num_sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (turn_.load(std::memory_order_seq_cst) == turn) sleep_during(turn);
+    num_sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kSpins = 1000;
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+#if defined(__linux__)
+  void sleep_during(int32_t turn) {
+    syscall(SYS_futex, &turn_, FUTEX_WAIT_PRIVATE, turn, nullptr, nullptr, 0);
+  }
+  void wake() { syscall(SYS_futex, &turn_, FUTEX_WAKE_PRIVATE, size_, nullptr, nullptr, 0); }
+#else
+  void sleep_during(int32_t) { std::this_thread::yield(); }
+  void wake() {}
+#endif
+
+  const int32_t size_;
+  alignas(64) std::atomic<int32_t> num_arrived_{0};
+  alignas(64) std::atomic<int32_t> turn_{0};
+  std::atomic<int32_t> num_sleepers_{0};
 };
 
 }  // namespace octavo
