@@ -13,6 +13,7 @@ docs/comparison.md tells what is compared and how to repeat it.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -135,6 +136,9 @@ def _names_of(known: dict[str, Any]) -> Any:
 
 def main() -> None:
     args = parse()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that no engine outlives this process
     if args.table:
         table.write(args.table, args.output)
     elif args.install:

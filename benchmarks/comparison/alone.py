@@ -15,6 +15,7 @@ from serve import Work, request, summary, window
 
 from .engines import SERVED_NAME, Engine, octavo
 from .figures import FIGURES, Figure, round_figures, spread
+from .machine import Neighbours
 from .running import HttpRunning, running
 
 NUM_OUTPUT_TOKENS = 64
@@ -59,9 +60,12 @@ def _measure_form(
         server.ask("W", 0, ids)
         for number in range(rounds):
             for name, (_, probe) in probes.items():
+                watch = Neighbours(server.family())
                 found[name].append(probe(server, number, ids))
+                found[name][-1]["others_cpu"] = round(watch.share(), 3)
     return [
         make_row(form, name, figure, [sample[figure.key] for sample in samples])
+        | {"others_cpu": max(sample["others_cpu"] for sample in samples)}
         for name, samples in found.items()
         for figure in probes[name][0]
     ]

