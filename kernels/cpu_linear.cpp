@@ -14,6 +14,7 @@
 // process.
 #include "cpu_amx.h"
 #include "cpu_linear.h"
+#include "cpu_threads.h"
 
 #include <unistd.h>
 
@@ -736,12 +737,14 @@ void octavo_pack_weight(int64_t kind, const void* source, int64_t source_stride,
                         int64_t num_threads) {
   using namespace octavo;
   const WeightLayout layout(kind, out_features, in_features);
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-  for (int64_t panel = 0; panel < layout.panels; panel++) {
-    const int64_t first = panel * kPanel;
-    const Source rows{static_cast<const char*>(source) + first * source_stride, source_stride,
-                      std::min(kPanel, out_features - first)};
-    pack_panel(kind, rows, in_features, layout,
-               static_cast<char*>(packed) + panel * layout.panel_bytes);
-  }
+  std::atomic<int64_t> next{0};
+  run_team(num_threads, [&](int64_t rank, int64_t size) {
+    Team{rank, size, &next}.claim(layout.panels, 1, [&](int64_t panel, int64_t) {
+      const int64_t first = panel * kPanel;
+      const Source rows{static_cast<const char*>(source) + first * source_stride, source_stride,
+                        std::min(kPanel, out_features - first)};
+      pack_panel(kind, rows, in_features, layout,
+                 static_cast<char*>(packed) + panel * layout.panel_bytes);
+    });
+  });
 }

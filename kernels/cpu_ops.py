@@ -28,6 +28,7 @@ from .cpu_structs import (
     SampleArgs,
     StoreKVArgs,
     program,
+    run_program,
 )
 from .kv_store import move_blocks, untouched_zeros
 from .ops import (
@@ -332,8 +333,7 @@ class CpuOps:
 
     def run(self, instructions: ctypes.Array[Instruction]) -> None:
         """Run a program on as many threads as torch uses."""
-        address, count = ctypes.addressof(instructions), len(instructions)
-        self._library.octavo_run(address, count, torch.get_num_threads())
+        run_program(self._library, instructions, torch.get_num_threads())
 
     def _do(self, args: Args) -> None:
         if self._recording is not None:

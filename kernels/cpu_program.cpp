@@ -1,19 +1,29 @@
 // Runs programs. See cpu_program.h.
 #include "cpu_program.h"
 
-#include <omp.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <cstddef>
 
 #include "cpu_ops.h"
+#include "cpu_threads.h"
 
 namespace octavo {
 namespace {
 
+bool is_child = false;
+const int child_handler = pthread_atfork(nullptr, nullptr, [] { is_child = true; });
+
 // On a cache line of its own: all threads write it.
 struct alignas(64) Counter {
   std::atomic<int64_t> next{0};
+};
+
+// What the threads of a run share.
+struct Shared {
+  Counter counters[2];
+  std::atomic<bool> is_out_of_memory{false};
 };
 
 template <typename Args>
@@ -44,17 +54,28 @@ void run_part(const Instruction& step, const Team& team) {
   }
 }
 
+// As above. Nothing that an op throws may leave the parallel region, and only memory makes one throw.
+void try_part(const Instruction& step, const Team& team, Shared& shared) {
+  try {
+    run_part(step, team);
+  } catch (...) {
+    shared.is_out_of_memory.store(true, std::memory_order_relaxed);
+  }
+}
+
 // Two counters take turns. While one op uses one of them, nobody touches the other: it belonged to
 // the op before, which all threads have left, and belongs to the op after, which none enters before
 // the barrier. So one thread zeroes it in between, and one barrier between two ops is enough.
-void run_share(const Instruction* program, int64_t count, Counter* counters) {
-  const int64_t rank = omp_get_thread_num(), size = omp_get_num_threads();
+//
+// After an op that lacked memory, nothing is computed: others would read what it did not write. All
+// threads still meet at every barrier.
+void run_share(const Instruction* program, int64_t count, Shared& shared, int64_t rank,
+               int64_t size) {
   for (int64_t i = 0; i < count; i++) {
-    if (i > 0) {
-#pragma omp barrier
-    }
-    if (rank == 0) counters[(i + 1) % 2].next.store(0, std::memory_order_relaxed);
-    run_part(program[i], Team{rank, size, &counters[i % 2].next});
+    if (i > 0) wait_for_team(size);
+    if (rank == 0) shared.counters[(i + 1) % 2].next.store(0, std::memory_order_relaxed);
+    if (shared.is_out_of_memory.load(std::memory_order_relaxed)) continue;
+    try_part(program[i], Team{rank, size, &shared.counters[i % 2].next}, shared);
   }
 }
 
@@ -194,13 +215,17 @@ const LayoutEntry kLayout[] = {
 };
 
 }  // namespace
+
+bool is_forked() { return is_child; }
+
 }  // namespace octavo
 
-void octavo_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
-  octavo::Counter counters[2];
-  const int size = num_threads < 1 ? 1 : int(num_threads);
-#pragma omp parallel num_threads(size)
-  octavo::run_share(program, count, counters);
+int64_t octavo_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
+  octavo::Shared shared;
+  octavo::run_team(num_threads, [&](int64_t rank, int64_t size) {
+    octavo::run_share(program, count, shared, rank, size);
+  });
+  return shared.is_out_of_memory ? octavo::kOutOfMemory : octavo::kDone;
 }
 
 int64_t octavo_layout(const octavo::LayoutEntry** entries) {

@@ -23,16 +23,14 @@ pytestmark = pytest.mark.native
 COMPILER = cpu_build.find_compiler()
 
 TINY = """
-#include <omp.h>
+#include <atomic>
+#include "cpu_threads.h"
 #include "cpu_tiny.h"
+namespace octavo { bool is_forked() { return false; } }
 extern "C" int tiny_value() { return VALUE; }
 extern "C" int tiny_threads() {
-  int count = 0;
-#pragma omp parallel num_threads(2)
-  {
-#pragma omp single
-    count = omp_get_num_threads();
-  }
+  std::atomic<int> count{0};
+  octavo::run_team(2, [&](int64_t, int64_t) { count++; });
   return count;
 }
 """
@@ -43,6 +41,7 @@ def tiny(tmp_path: Path) -> Path:
     """A folder of sources whose library says 7."""
     folder = tmp_path / "sources"
     folder.mkdir()
+    shutil.copy(cpu_build.SOURCES / "cpu_threads.h", folder)
     (folder / "cpu_tiny.h").write_text("#define VALUE 7\n")
     (folder / "cpu_tiny.cpp").write_text(TINY)
     (folder / "cpu_more.cpp").write_text("int more() { return 1; }\n")
