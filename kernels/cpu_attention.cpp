@@ -439,7 +439,7 @@ OCTAVO_INLINE vfloat exp_below_zero(vfloat x) {
 OCTAVO_INLINE vfloat vtanh(vfloat x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
 
 OCTAVO_INLINE void store_factors(float* to, vfloat v) { store(to, v); }
-OCTAVO_INLINE void store_factors(bf16* to, vfloat v) { store(to, v); }
+[[maybe_unused]] OCTAVO_INLINE void store_factors(bf16* to, vfloat v) { store(to, v); }
 
 // Turns the line's scores into weights, exp(score - the largest), and returns their sum. Vectors
 // begin at multiples of kLanes of the position in the row, so that the order of the sum depends on
