@@ -643,16 +643,13 @@ void product(const LinearArgs& a, const Team& team) {
 
 // ---- packing ------------------------------------------------------------------------------------
 
-// The rows of one panel: `rows[n]` for n < count.
+// The rows of one panel: `rows[n]` for n < count. In a mapped file they may lie at any address.
 struct Source {
   const char* first;
   int64_t stride;
   int64_t count;
 
-  template <typename T>
-  const T* row(int64_t n) const {
-    return reinterpret_cast<const T*>(first + n * stride);
-  }
+  const char* row(int64_t n) const { return first + n * stride; }
 };
 
 void pack_float32(const Source& source, int64_t size, float* packed) {
@@ -660,7 +657,8 @@ void pack_float32(const Source& source, int64_t size, float* packed) {
   for (int64_t begin = 0; begin < size; begin += kStretch) {
     const int64_t end = std::min(begin + kStretch, size);
     for (int64_t n = 0; n < source.count; n++)
-      for (int64_t k = begin; k < end; k++) packed[k * kPanel + n] = source.row<float>(n)[k];
+      for (int64_t k = begin; k < end; k++)
+        std::memcpy(packed + k * kPanel + n, source.row(n) + k * 4, 4);
   }
 }
 
@@ -668,11 +666,11 @@ void pack_bfloat16(const Source& source, int64_t size, bf16* packed) {
   for (int64_t begin = 0; begin < size; begin += kGroup, packed += kPanel * kGroup) {
     const int64_t count = std::min(kGroup, size - begin);
     for (int64_t n = 0; n < source.count; n++) {
-      const bf16* from = source.row<bf16>(n) + begin;
+      const char* from = source.row(n) + begin * 2;
       bf16* to = packed + n / kLanes * kTileBytes / 2 + n % kLanes * 2;
       int64_t k = 0;
-      for (; k + 1 < count; k += 2) std::memcpy(to + k * kLanes, from + k, 4);
-      if (k < count) to[k * kLanes] = from[k];
+      for (; k + 1 < count; k += 2) std::memcpy(to + k * kLanes, from + k * 2, 4);
+      if (k < count) std::memcpy(to + k * kLanes, from + k * 2, 2);
     }
   }
 }
@@ -686,7 +684,7 @@ void pack_groups(const Source& source, int64_t kind, const WeightLayout& layout,
   const uint32_t shift = kind == kWeightQ8_0 ? 0x80808080u : 0;
   for (int64_t group = 0; group < layout.steps; group++, packed += layout.step_bytes) {
     for (int64_t n = 0; n < source.count; n++) {
-      const char* block = source.row<char>(n) + group * block_bytes;
+      const char* block = source.row(n) + group * block_bytes;
       for (int64_t i = 0; i < num_factors; i++)
         std::memcpy(packed + number_bytes * kPanel + (i * kPanel + n) * 2, block + 2 * i, 2);
       for (int64_t i = 0; i < number_bytes; i += 4) {
