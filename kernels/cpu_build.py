@@ -27,7 +27,6 @@ import hashlib
 import os
 import platform
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -409,32 +408,23 @@ def _compile(command: Sequence[str], scratch: Path) -> None:
 def _run(command: Sequence[str], name: str | None = None) -> str:
     name = name or command[0]
     try:
-        code, told, errors = _finish(command)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMPILE_TIMEOUT,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{name}: {error}") from error
+    code = done.returncode
     if code != 0:
-        lines = (line for line in errors.splitlines() if "error:" in line.lower())
-        why = next(lines, errors[-500:]).strip()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with {code}"
+        lines = (line for line in done.stderr.splitlines() if "error:" in line.lower())
+        why = next(lines, done.stderr[-500:]).strip()
+        how = f"was killed by signal {-code}" if code < 0 else f"failed with {code}"
         raise BuildError(f"{name} {how}: {why}" if why else f"{name} {how}")
-    return told
-
-
-def _finish(command: Sequence[str]) -> tuple[int, str, str]:
-    """Run to the end → exit status, output, errors. A command that takes too long is ended.
-
-    What that has started may live on, so its pipes are closed, not read to their end.
-    """
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
-    ) as process:
-        try:
-            told, errors = process.communicate(timeout=_COMPILE_TIMEOUT)
-        except BaseException:
-            process.kill()
-            raise
-    return process.returncode, told, errors
+    return done.stdout
 
 
 # --- ahead of time -----------------------------------------------------------------------------------
