@@ -421,7 +421,7 @@ void compute_scores(const Item<Cache>& item, Span span) {
 OCTAVO_INLINE vfloat vtanh(vfloat x) { return 1.0f - 2.0f / (vexp(x * 2.0f) + 1.0f); }
 
 OCTAVO_INLINE void store_factors(float* to, vfloat v) { store(to, v); }
-OCTAVO_INLINE void store_factors(bf16* to, vfloat v) { store(to, v); }
+[[maybe_unused]] OCTAVO_INLINE void store_factors(bf16* to, vfloat v) { store(to, v); }
 
 constexpr int kStepVectors = int(kBaseStep) / kLanes;
 

@@ -7,10 +7,12 @@ An entry of the cache is a folder ``SOURCES-TARGET-COMPILER`` with the library a
 SOURCES hashes every source and the flags, TARGET the processor's model and features, and COMPILER its
 path and version. It is built in a folder beside and renamed when complete. Of several processes that
 build at once the first to finish leaves its entry. A damaged entry is replaced. Nothing is loaded from a
-folder that another user can write to. Where the cache cannot be used, a process builds for itself alone.
+folder that another user can write to. Where the cache cannot be used, a process builds for itself alone,
+in a temporary folder.
 
-The library names no OpenMP runtime: its calls bind to the one that the process has, and two would mean
-two sets of threads. Load it after torch, which brings its own under a name of its own.
+The library names no OpenMP runtime, whatever compiled it: its calls (``cpu_threads.h``) bind to the one that
+the process has, and two would mean two sets of threads. Load it after torch, which brings its own under a
+name of its own.
 
 ``python -m octavo.kernels.cpu_build`` fills the cache ahead of time. With ``--portable`` it builds for
 the usual generations of processors instead of this one, beside the sources, where every later start
@@ -32,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,16 +43,18 @@ from .cpu_structs import declare
 SOURCES = Path(__file__).resolve().parent
 PREPARED = SOURCES / "build"
 COMPILERS = ("g++", "c++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wno-psabi")
 
+_RUNTIMES = ("libgomp", "libiomp5", "libomp.", "libomp-")  # GCC's, Intel's, LLVM's
 _LIBRARY, _CHECKSUM, _SCRATCH = "octavo_cpu.so", "sha256", ".build-"
 _COMPILE_TIMEOUT = 600.0  # seconds, for one file
 _STALE_AGE = 86400.0  # seconds after which a scratch folder belongs to nobody
+_ROOM = 4 << 20  # bytes, more than a build takes
 
 # Lines of /proc/cpuinfo that say what code a processor can run.
 _CPU_LINES = {
-    "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
-    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features", "isa",
+    "vendor_id", "cpu family", "model", "model name", "stepping", "flags", "cpu",
+    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features", "features", "isa",
 }  # fmt: skip
 
 
@@ -77,6 +81,10 @@ class BuildError(Exception):
 
 class _RefusedError(BuildError):
     """The compiler does not know the target."""
+
+
+class _FolderError(BuildError):
+    """The folder to build in will not do."""
 
 
 def _x86_64_targets() -> tuple[Target, ...]:
@@ -120,13 +128,17 @@ def load_library(
         sources: folder of the sources; None is this module's.
     """
     cache_dir = cache_dir or default_cache_dir()
+    folders = (
+        (prepared_dir or PREPARED,) if cache_dir is None else (cache_dir, prepared_dir or PREPARED)
+    )
     sources = sources or SOURCES
     try:
         source_id = _source_id(sources)
         found = find_compiler(compiler)
-        for entry in _entries(source_id, found, (cache_dir, prepared_dir or PREPARED)):
+        for entry in _entries(source_id, found, folders):
             if _is_trusted(entry) and _is_intact(entry):
-                return NativeLibrary(_load(entry / _LIBRARY), f"loaded from {entry}")
+                with suppress(BuildError):  # for another C library, it may be
+                    return NativeLibrary(_load(entry / _LIBRARY), f"loaded from {entry}")
         if found is None:
             return NativeLibrary(None, f"no C++ compiler ({compiler or ', '.join(COMPILERS)})")
         return _build_and_load(found, source_id, sources, cache_dir)
@@ -134,9 +146,10 @@ def load_library(
         return NativeLibrary(None, str(error))
 
 
-def default_cache_dir() -> Path:
-    """The user's cache folder. A caller that heeds ``XDG_CACHE_HOME`` passes another."""
-    return Path(os.path.expanduser("~/.cache")) / "octavo" / "kernels"
+def default_cache_dir() -> Path | None:
+    """The user's cache folder; None without a home. A caller that heeds ``XDG_CACHE_HOME`` passes another."""
+    home = os.path.expanduser("~")
+    return Path(home) / ".cache" / "octavo" / "kernels" if os.path.isabs(home) else None
 
 
 def find_compiler(name: str | None = None) -> str | None:
@@ -185,7 +198,7 @@ def _cpu_lines() -> dict[str, set[str]]:
 def _native_target() -> Target:
     """This very processor."""
     known = sorted((name, sorted(values)) for name, values in _cpu_lines().items())
-    what = f"{platform.machine()} {platform.processor()} {known}"
+    what = f"{platform.machine()} {known}"
     name = f"native_{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     return Target(name, (("-march=native",), ("-mcpu=native",), ()))
 
@@ -243,7 +256,20 @@ def _is_intact(entry: Path) -> bool:
 
 def _load(path: Path) -> ctypes.CDLL:
     _provide_openmp()
-    return declare(ctypes.CDLL(str(path)))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        library = _load_a_copy(path, error)
+    return declare(library)
+
+
+def _load_a_copy(path: Path, refused: OSError) -> ctypes.CDLL:
+    """Load from a temporary folder: nothing on a file system mounted ``noexec`` can be loaded in place."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+            return ctypes.CDLL(shutil.copy(path, folder))
+    except OSError:
+        raise BuildError(str(refused)) from refused
 
 
 def _provide_openmp() -> None:
@@ -258,12 +284,12 @@ def _provide_openmp() -> None:
 
 
 def _mapped_runtimes() -> list[str]:
-    """Paths of the OpenMP runtimes in this process that have GCC's interface."""
+    """Paths of the OpenMP runtimes in this process. All have GCC's interface."""
     paths: dict[str, None] = {}
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
-            if len(fields) == 6 and os.path.basename(fields[5]).startswith(("libgomp", "libiomp5")):
+            if len(fields) == 6 and os.path.basename(fields[5]).startswith(_RUNTIMES):
                 paths[fields[5]] = None
     return list(paths)
 
@@ -271,49 +297,69 @@ def _mapped_runtimes() -> list[str]:
 # --- building ----------------------------------------------------------------------------------------
 
 
-def _build_and_load(compiler: str, source_id: str, sources: Path, cache_dir: Path) -> NativeLibrary:
+def _build_and_load(
+    compiler: str, source_id: str, sources: Path, cache_dir: Path | None
+) -> NativeLibrary:
     """Compile for this processor, load, and leave the library in the cache if that can be used."""
     target, began = _native_target(), time.monotonic()
     try:
-        scratch, why = _scratch(cache_dir, 0o700), ""
-    except (BuildError, OSError) as error:
-        scratch, why = Path(tempfile.mkdtemp(prefix="octavo-")), str(error)
-    try:
-        entry = build(compiler, target, sources, scratch)
-        library = _load(entry / _LIBRARY)
+        if cache_dir is None:
+            raise _FolderError("this user has no home")
         final = cache_dir / f"{source_id}-{target.name}-{_compiler_id(compiler)}"
-        if not why and not _publish(entry, final):
-            why = f"cannot write {final}"
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with _scratch(cache_dir, 0o700) as scratch:
+            entry = build(compiler, target, sources, scratch)
+            library = _load(entry / _LIBRARY)
+            why = "" if _publish(entry, final) else f"cannot write {final}"
+    except (_FolderError, OSError) as error:
+        why = str(error)
+        with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+            library = _load(build(compiler, target, sources, Path(folder)) / _LIBRARY)
     took = f"compiled by {compiler} in {time.monotonic() - began:.1f} s"
     kept = f"not kept for the next start: {why}" if why else f"kept in {final}"
     return NativeLibrary(library, f"{took}, {kept}")
 
 
-def _scratch(folder: Path, mode: int) -> Path:
+@contextmanager
+def _scratch(folder: Path, mode: int) -> Iterator[Path]:
     """A new folder inside ``folder``, which is made if need be. Sweeps what killed builds left."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(mode)
-    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
-    if not _is_trusted(scratch):
-        scratch.rmdir()
-        raise BuildError(f"others can write to {folder}")
     for left in folder.glob(f"{_SCRATCH}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_AGE:
                 shutil.rmtree(left, ignore_errors=True)
-    return scratch
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
+    try:
+        if not _is_trusted(scratch):
+            raise _FolderError(f"others can write to {folder}")
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def build(compiler: str, target: Target, sources: Path, scratch: Path) -> Path:
     """Compile ``sources`` inside ``scratch`` → a complete cache entry there."""
+    try:
+        return _build(compiler, target, sources, scratch)
+    except BuildError:
+        _demand_room(scratch)
+        raise
+
+
+def _demand_room(folder: Path) -> None:
+    """Raise OSError if no more can be written: a compiler's own words for that are not to be relied on."""
+    probe = folder / "room"
+    probe.write_bytes(bytes(_ROOM))
+    probe.unlink()
+
+
+def _build(compiler: str, target: Target, sources: Path, scratch: Path) -> Path:
     flags = [*FLAGS, *_accepted(compiler, target, scratch)]
 
     def compile_one(source: Path) -> Path:
         product = scratch / f"{source.stem}.o"
-        _run([compiler, *flags, "-c", str(source), "-o", str(product)])
+        _compile([compiler, *flags, "-c", str(source), "-o", str(product)], scratch)
         return product
 
     files = sorted(_files(sources, "cpu_*.cpp"), key=lambda path: -path.stat().st_size)
@@ -324,9 +370,7 @@ def build(compiler: str, target: Target, sources: Path, scratch: Path) -> Path:
     entry = scratch / "entry"
     entry.mkdir()
     library = entry / _LIBRARY
-    # Clang's code needs Clang's own runtime.
-    runtime = ["-fopenmp"] if "clang" in _run([compiler, "--version"]) else []
-    _run([compiler, "-shared", *runtime, *products, "-o", str(library)])
+    _compile([compiler, "-shared", *products, "-o", str(library)], scratch)
     (entry / _CHECKSUM).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
     for path, mode in ((entry, 0o755), (library, 0o644), (entry / _CHECKSUM, 0o644)):
         path.chmod(mode)
@@ -338,7 +382,7 @@ def _accepted(compiler: str, target: Target, scratch: Path) -> tuple[str, ...]:
     for flags in target.flags:
         with suppress(BuildError):
             probe = ["-x", "c++", "-c", os.devnull, "-o", str(scratch / "probe.o")]
-            _run([compiler, *flags, *probe])
+            _compile([compiler, *flags, *probe], scratch)
             return flags
     raise _RefusedError(f"{compiler} cannot compile for {target.name}")
 
@@ -356,7 +400,13 @@ def _publish(entry: Path, final: Path) -> bool:
     return False
 
 
-def _run(command: Sequence[str]) -> str:
+def _compile(command: Sequence[str], scratch: Path) -> None:
+    """Run a compiler whose temporary files are in ``scratch``: there may be no other place for them."""
+    _run(["env", f"TMPDIR={scratch}", *command], command[0])
+
+
+def _run(command: Sequence[str], name: str | None = None) -> str:
+    name = name or command[0]
     try:
         done = subprocess.run(
             command,
@@ -367,11 +417,13 @@ def _run(command: Sequence[str]) -> str:
             timeout=_COMPILE_TIMEOUT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]}: {error}") from error
-    if done.returncode != 0:
-        errors = (line for line in done.stderr.splitlines() if "error:" in line.lower())
-        told = next(errors, done.stderr[-500:]).strip()
-        raise BuildError(f"{command[0]} failed with {done.returncode}: {told}")
+        raise BuildError(f"{name}: {error}") from error
+    code = done.returncode
+    if code != 0:
+        lines = (line for line in done.stderr.splitlines() if "error:" in line.lower())
+        why = next(lines, done.stderr[-500:]).strip()
+        how = f"was killed by signal {-code}" if code < 0 else f"failed with {code}"
+        raise BuildError(f"{name} {how}: {why}" if why else f"{name} {how}")
     return done.stdout
 
 
@@ -419,12 +471,9 @@ def _prepare(compiler: str, target: Target, final: Path) -> None:
     """Build an entry that this processor may not be able to run."""
     if _is_intact(final):
         return
-    scratch = _scratch(final.parent, 0o755)
-    try:
+    with _scratch(final.parent, 0o755) as scratch:
         if not _publish(build(compiler, target, SOURCES, scratch), final):
             raise BuildError(f"cannot write {final}")
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

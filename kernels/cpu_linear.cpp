@@ -15,12 +15,12 @@
 #include "cpu_linear_amx.h"
 #include "cpu_linear_dense.h"
 #include "cpu_linear_grouped.h"
+#include "cpu_threads.h"
 
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 namespace octavo {
 namespace {
@@ -135,16 +135,13 @@ int64_t best_row_kind(int64_t kind) {
 
 // ---- packing ------------------------------------------------------------------------------------
 
-// The rows of one panel: `rows[n]` for n < count.
+// The rows of one panel: `rows[n]` for n < count. In a mapped file they may lie at any address.
 struct Source {
   const char* first;
   int64_t stride;
   int64_t count;
 
-  template <typename T>
-  const T* row(int64_t n) const {
-    return reinterpret_cast<const T*>(first + n * stride);
-  }
+  const char* row(int64_t n) const { return first + n * stride; }
 };
 
 void pack_float32(const Source& source, int64_t size, float* packed) {
@@ -152,7 +149,8 @@ void pack_float32(const Source& source, int64_t size, float* packed) {
   for (int64_t begin = 0; begin < size; begin += kStretch) {
     const int64_t end = std::min(begin + kStretch, size);
     for (int64_t n = 0; n < source.count; n++)
-      for (int64_t k = begin; k < end; k++) packed[k * kPanel + n] = source.row<float>(n)[k];
+      for (int64_t k = begin; k < end; k++)
+        std::memcpy(packed + k * kPanel + n, source.row(n) + k * 4, 4);
   }
 }
 
@@ -160,11 +158,11 @@ void pack_bfloat16(const Source& source, int64_t size, bf16* packed) {
   for (int64_t begin = 0; begin < size; begin += kGroup, packed += kPanel * kGroup) {
     const int64_t count = std::min(kGroup, size - begin);
     for (int64_t n = 0; n < source.count; n++) {
-      const bf16* from = source.row<bf16>(n) + begin;
+      const char* from = source.row(n) + begin * 2;
       bf16* to = packed + n / kLanes * kTileBytes / 2 + n % kLanes * 2;
       int64_t k = 0;
-      for (; k + 1 < count; k += 2) std::memcpy(to + k * kLanes, from + k, 4);
-      if (k < count) to[k * kLanes] = from[k];
+      for (; k + 1 < count; k += 2) std::memcpy(to + k * kLanes, from + k * 2, 4);
+      if (k < count) std::memcpy(to + k * kLanes, from + k * 2, 2);
     }
   }
 }
@@ -189,17 +187,17 @@ void pack_groups(const Source& source, int64_t kind, bool is_tiled, const Weight
   const int64_t num_factors = kind == kWeightQ4_1 ? 2 : 1;
   const int64_t block_bytes = num_factors * 2 + number_bytes;
   const uint8_t shift = kind == kWeightQ8_0 && !is_tiled ? 128 : 0;  // q + 128 is a flip of the top bit
-  std::vector<int32_t> at(kPanel * kGroup);
+  int32_t at[kPanel * kGroup];
   for (int64_t i = 0; i < kPanel * kGroup; i++) {
     at[i] = int32_t(number_at(kind, is_tiled, i / kGroup, i % kGroup));
   }
   for (int64_t group = 0; group < layout.steps; group++, packed += layout.step_bytes) {
     for (int64_t n = 0; n < source.count; n++) {
-      const char* block = source.row<char>(n) + group * block_bytes;
+      const char* block = source.row(n) + group * block_bytes;
       for (int64_t i = 0; i < num_factors; i++)
         std::memcpy(packed + number_bytes * kPanel + (i * kPanel + n) * 2, block + 2 * i, 2);
       const uint8_t* numbers = reinterpret_cast<const uint8_t*>(block) + num_factors * 2;
-      const int32_t* to = at.data() + n * kGroup;
+      const int32_t* to = at + n * kGroup;
       for (int64_t k = 0; k < kGroup; k++) {
         if (kind == kWeightQ8_0)
           packed[to[k]] = char(numbers[k] ^ shift);
@@ -262,12 +260,14 @@ void octavo_pack_weight(int64_t kind, int64_t row_kind, const void* source, int6
                         int64_t num_threads) {
   using namespace octavo;
   const WeightLayout layout(kind, out_features, in_features);
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-  for (int64_t panel = 0; panel < layout.panels; panel++) {
-    const int64_t first = panel * kPanel;
-    const Source rows{static_cast<const char*>(source) + first * source_stride, source_stride,
-                      std::min(kPanel, out_features - first)};
-    pack_panel(kind, row_kind, rows, in_features, layout,
-               static_cast<char*>(packed) + panel * layout.panel_bytes);
-  }
+  std::atomic<int64_t> next{0};
+  run_team(num_threads, [&](int64_t rank, int64_t size) {
+    Team{rank, size, &next}.claim(layout.panels, 1, [&](int64_t panel, int64_t) {
+      const int64_t first = panel * kPanel;
+      const Source rows{static_cast<const char*>(source) + first * source_stride, source_stride,
+                        std::min(kPanel, out_features - first)};
+      pack_panel(kind, row_kind, rows, in_features, layout,
+                 static_cast<char*>(packed) + panel * layout.panel_bytes);
+    });
+  });
 }

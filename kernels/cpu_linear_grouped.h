@@ -22,7 +22,7 @@ OCTAVO_INLINE vint add_products(vint sum, vint w, vint x) {
                                          _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
   const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
   return sum + (vint)even + (vint)odd;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   const __m256i a = (__m256i)w, b = (__m256i)x;
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)),
                                          _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
@@ -42,7 +42,7 @@ OCTAVO_INLINE vint add_small_products(vint sum, vint w, vint x) {
   return add_products(sum, w, x);
 #elif defined(__AVX512BW__)
   return (vint)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   return (vint)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
 #else
   return add_products(sum, w, x);
@@ -54,7 +54,7 @@ OCTAVO_INLINE vint finish_small(vint sum) {
   return sum;
 #elif defined(__AVX512BW__)
   return (vint)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   return (vint)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
 #else
   return sum;

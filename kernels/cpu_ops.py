@@ -28,6 +28,7 @@ from .cpu_structs import (
     SampleArgs,
     StoreKVArgs,
     program,
+    run_program,
 )
 from .kv_store import move_blocks, untouched_zeros
 from .ops import (
@@ -80,6 +81,7 @@ class CpuOps:
         return vector.float().contiguous()
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        _require(table.is_contiguous(), f"a table with strides {table.stride()}")
         out = self._empty((len(token_ids), table.shape[1]))
         self._do(
             EmbedArgs(
@@ -95,6 +97,8 @@ class CpuOps:
         return out
 
     def linear(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        size = packed.in_features
+        _require(x.shape[1] == size, f"rows of {x.shape[1]} times a weight of {size} in_features")
         capacity, tokens = x.shape[0], self._tokens(x)
         out = self._empty((capacity, packed.out_features))
         address, stride, rows = _rows(x), x.stride(0), None
@@ -150,6 +154,7 @@ class CpuOps:
         return self._norm(x, residual, weight, eps), residual
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        _require(len(weight) == x.shape[1], f"a norm of {len(weight)} for rows of {x.shape[1]}")
         out = self._empty(x.shape)
         self._do(
             RmsNormArgs(
@@ -191,6 +196,9 @@ class CpuOps:
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
+        head_dim, rotary_dim = q.shape[2], cos_sin.shape[1]
+        is_possible = rotary_dim <= head_dim == k.shape[2] and rotary_dim % 2 == 0
+        _require(is_possible, f"{rotary_dim} of heads of {head_dim} and {k.shape[2]} rotated")
         for heads, num_heads in _joined(q, k):
             self._do(
                 RotaryArgs(
@@ -229,6 +237,7 @@ class CpuOps:
         kv_scales: KVScales | None = None,
     ) -> None:
         refuse_extras(self.name, None, kv_scales)
+        _require_cache(cache, k.shape[1:], f"keys of {tuple(k.shape[1:])}")
         if k.stride() != v.stride():
             k, v = k.contiguous(), v.contiguous()
         self._do(
@@ -276,6 +285,9 @@ class CpuOps:
         kv_scales: KVScales | None = None,
     ) -> Tensor:
         refuse_extras(self.name, sinks, kv_scales)
+        num_kv_heads = cache.key.shape[1]
+        _require(q.shape[1] % num_kv_heads == 0, f"{q.shape[1]} heads over {num_kv_heads}")
+        _require_cache(cache, (num_kv_heads, q.shape[2]), f"queries of {q.shape[2]}")
         out = self._empty(q.shape)
         cells = self._rows_of(metadata)
         self._do(
@@ -293,7 +305,7 @@ class CpuOps:
                 dtype=FLOAT_TYPES[cache.key.dtype],
                 block_size=cache.key.shape[3],
                 num_q_heads=q.shape[1],
-                num_kv_heads=cache.key.shape[1],
+                num_kv_heads=num_kv_heads,
                 head_dim=q.shape[2],
                 scale=scale,
                 window=window or 0,
@@ -367,8 +379,7 @@ class CpuOps:
 
     def run(self, instructions: ctypes.Array[Instruction]) -> None:
         """Run a program on as many threads as torch uses."""
-        address, count = ctypes.addressof(instructions), len(instructions)
-        self._library.octavo_run(address, count, torch.get_num_threads())
+        run_program(self._library, instructions, torch.get_num_threads())
 
     def _do(self, args: Args) -> None:
         if self._recording is not None:
@@ -411,6 +422,18 @@ class _RecordedStep:
             known = Capacity(0, 0, 0) if recording is None else recording.capacity
             recording = self._recording = self._ops.record(self._forward, known.grown(needed))
         return recording.replay(token_ids, positions, metadata, self._ops.run)
+
+
+def _require(is_met: bool, wrong: str) -> None:
+    """What torch would refuse, C++ would read past the end of."""
+    if not is_met:
+        raise ValueError(f"native ops do not compute {wrong}")
+
+
+def _require_cache(cache: LayerKVCache, heads: Sequence[int], what: str) -> None:
+    """``heads``: heads and numbers of each, of what is stored or looked for."""
+    stored = (cache.value.shape[1], cache.value.shape[3])
+    _require(stored == tuple(heads), f"{what} with a cache of {stored}")
 
 
 def _rows(x: Tensor) -> int:

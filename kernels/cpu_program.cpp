@@ -1,21 +1,31 @@
 // Runs programs. See cpu_program.h.
 #include "cpu_program.h"
 
-#include <omp.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <optional>
 
 #include "cpu_ops.h"
+#include "cpu_threads.h"
 
 namespace octavo {
 namespace {
 
+bool is_child = false;
+const int child_handler = pthread_atfork(nullptr, nullptr, [] { is_child = true; });
+
 // On a cache line of its own: all threads write it.
 struct alignas(64) Counter {
   std::atomic<int64_t> next{0};
+};
+
+// What the threads of a run share.
+struct Shared {
+  Counter counters[2];
+  Barrier barrier;
+  std::atomic<bool> is_out_of_memory{false};
 };
 
 template <typename Args>
@@ -93,21 +103,33 @@ int64_t end_of_run(const Instruction* program, int64_t begin, int64_t count) {
   return end;
 }
 
+// Ops first .. end - 1. Nothing that an op throws may leave the parallel region, and only memory makes one throw.
+void try_run(const Instruction* first, const Instruction* end, const Team& team, Shared& shared) {
+  try {
+    if (num_tokens(*first))
+      run_tokenwise(first, end, team);
+    else
+      run_part(*first, team);
+  } catch (...) {
+    shared.is_out_of_memory.store(true, std::memory_order_relaxed);
+  }
+}
+
 // Two counters take turns. While one op uses one of them, nobody touches the other: it belonged to
 // the op before, which all threads have left, and belongs to the op after, which none enters before
 // the barrier. So one thread zeroes it in between, and one barrier between two ops is enough.
-void run_share(const Instruction* program, int64_t count, Counter* counters, Barrier& barrier) {
-  const int64_t rank = omp_get_thread_num(), size = omp_get_num_threads();
+//
+// After an op that lacked memory, nothing is computed: others would read what it did not write. All
+// threads still meet at every barrier.
+void run_share(const Instruction* program, int64_t count, Shared& shared, int64_t rank,
+               int64_t size) {
   int64_t turn = 0;
   for (int64_t i = 0, end; i < count; i = end, turn = 1 - turn) {
-    if (i > 0) barrier.wait();
-    if (rank == 0) counters[1 - turn].next.store(0, std::memory_order_relaxed);
-    const Team team{rank, size, &counters[turn].next};
+    if (i > 0) shared.barrier.wait(size);
+    if (rank == 0) shared.counters[1 - turn].next.store(0, std::memory_order_relaxed);
     end = end_of_run(program, i, count);
-    if (num_tokens(program[i]))
-      run_tokenwise(program + i, program + end, team);
-    else
-      run_part(program[i], team);
+    if (shared.is_out_of_memory.load(std::memory_order_relaxed)) continue;
+    try_run(program + i, program + end, Team{rank, size, &shared.counters[turn].next}, shared);
   }
 }
 
@@ -248,18 +270,17 @@ const LayoutEntry kLayout[] = {
 };
 
 }  // namespace
+
+bool is_forked() { return is_child; }
+
 }  // namespace octavo
 
-void octavo_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
-  octavo::Counter counters[2];
-  std::optional<octavo::Barrier> barrier;  // of as many threads as the runtime grants
-  const int size = num_threads < 1 ? 1 : int(num_threads);
-#pragma omp parallel num_threads(size)
-  {
-#pragma omp single
-    barrier.emplace(omp_get_num_threads());
-    octavo::run_share(program, count, counters, *barrier);
-  }
+int64_t octavo_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
+  octavo::Shared shared;
+  octavo::run_team(num_threads, [&](int64_t rank, int64_t size) {
+    octavo::run_share(program, count, shared, rank, size);
+  });
+  return shared.is_out_of_memory ? octavo::kOutOfMemory : octavo::kDone;
 }
 
 int64_t octavo_layout(const octavo::LayoutEntry** entries) {

@@ -25,6 +25,8 @@ enum OpKind : int64_t {
   kSample = 8,
 };
 
+enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };
+
 struct Instruction {
   int64_t kind;      // OpKind
   const void* args;  // that op's Args
@@ -40,9 +42,10 @@ struct LayoutEntry {
 
 }  // namespace octavo
 
-// Runs `count` instructions on `num_threads` threads, or as many as the OpenMP runtime grants.
-OCTAVO_EXPORT void octavo_run(const octavo::Instruction* program, int64_t count,
-                              int64_t num_threads);
+// Runs `count` instructions on `num_threads` threads, or as many as the OpenMP runtime grants. With
+// kOutOfMemory, what an op needed for itself was not to be had, and nothing that was written counts.
+OCTAVO_EXPORT int64_t octavo_run(const octavo::Instruction* program, int64_t count,
+                                 int64_t num_threads);  // RunResult
 
 // Points `entries` to the table; returns how many there are.
 OCTAVO_EXPORT int64_t octavo_layout(const octavo::LayoutEntry** entries);

@@ -26,6 +26,9 @@ class OpKind(IntEnum):
     SAMPLE = 8
 
 
+DONE = 0
+"""``octavo::RunResult``, if nothing was wanting."""
+
 TOKENWISE = frozenset(
     (OpKind.EMBED, OpKind.RMS_NORM, OpKind.GATE, OpKind.ROTARY, OpKind.STORE_KV, OpKind.PACK_ROWS)
 )
@@ -200,7 +203,7 @@ class LayoutEntry(ctypes.Structure):
 
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it takes
-    "octavo_run": (None, c_void_p, c_int64, c_int64),
+    "octavo_run": (c_int64, c_void_p, c_int64, c_int64),
     "octavo_layout": (c_int64, ctypes.POINTER(ctypes.POINTER(LayoutEntry))),
     "octavo_packed_rows_size": (c_int64, c_int64, c_int64, c_int64),
     "octavo_row_kind": (c_int64, c_int64),
@@ -239,5 +242,16 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def run(library: ctypes.CDLL, steps: Sequence[Args], num_threads: int) -> None:
     """Run ops once, one after the other."""
-    rows = program(steps)
-    library.octavo_run(ctypes.addressof(rows), len(rows), num_threads)
+    run_program(library, program(steps), num_threads)
+
+
+def run_program(
+    library: ctypes.CDLL, instructions: ctypes.Array[Instruction], num_threads: int
+) -> None:
+    """Run a program.
+
+    Raises:
+        MemoryError: an op found no memory for what it needs itself. What was written does not count.
+    """
+    if library.octavo_run(ctypes.addressof(instructions), len(instructions), num_threads) != DONE:
+        raise MemoryError("The native ops found no memory for their own use.")

@@ -44,14 +44,14 @@ struct Team {
 // a while sleeps: then one that another process keeps from running may have its processor.
 class Barrier {
  public:
-  explicit Barrier(int64_t size) : size_(int32_t(size)) {}
-
-  void wait() {
+  // Waits for the others of a team of `size`.
+  void wait(int64_t size) {
+    if (size == 1) return;
     const int32_t turn = turn_.load(std::memory_order_relaxed);
-    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       num_arrived_.store(0, std::memory_order_relaxed);
       turn_.store(turn + 1, std::memory_order_seq_cst);
-      if (num_sleepers_.load(std::memory_order_seq_cst) > 0) wake();
+      if (num_sleepers_.load(std::memory_order_seq_cst) > 0) wake(int(size));
       return;
     }
     for (int i = 0; i < kSpins; i++) {
@@ -78,13 +78,12 @@ class Barrier {
   void sleep_during(int32_t turn) {
     syscall(SYS_futex, &turn_, FUTEX_WAIT_PRIVATE, turn, nullptr, nullptr, 0);
   }
-  void wake() { syscall(SYS_futex, &turn_, FUTEX_WAKE_PRIVATE, size_, nullptr, nullptr, 0); }
+  void wake(int size) { syscall(SYS_futex, &turn_, FUTEX_WAKE_PRIVATE, size, nullptr, nullptr, 0); }
 #else
   void sleep_during(int32_t) { std::this_thread::yield(); }
-  void wake() {}
+  void wake(int) {}
 #endif
 
-  const int32_t size_;
   alignas(64) std::atomic<int32_t> num_arrived_{0};
   alignas(64) std::atomic<int32_t> turn_{0};
   std::atomic<int32_t> num_sleepers_{0};

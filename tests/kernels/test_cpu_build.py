@@ -7,10 +7,12 @@ import ctypes
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,18 +23,17 @@ from octavo.kernels.cpu_build import NativeLibrary, load_library
 pytestmark = pytest.mark.native
 
 COMPILER = cpu_build.find_compiler()
+INSTALLED = [name for name in ("g++", "clang++") if shutil.which(name)]
 
 TINY = """
-#include <omp.h>
+#include <atomic>
+#include "cpu_threads.h"
 #include "cpu_tiny.h"
+namespace octavo { bool is_forked() { return false; } }
 extern "C" int tiny_value() { return VALUE; }
 extern "C" int tiny_threads() {
-  int count = 0;
-#pragma omp parallel num_threads(2)
-  {
-#pragma omp single
-    count = omp_get_num_threads();
-  }
+  std::atomic<int> count{0};
+  octavo::run_team(2, [&](int64_t, int64_t) { count++; });
   return count;
 }
 """
@@ -43,6 +44,7 @@ def tiny(tmp_path: Path) -> Path:
     """A folder of sources whose library says 7."""
     folder = tmp_path / "sources"
     folder.mkdir()
+    shutil.copy(cpu_build.SOURCES / "cpu_threads.h", folder)
     (folder / "cpu_tiny.h").write_text("#define VALUE 7\n")
     (folder / "cpu_tiny.cpp").write_text(TINY)
     (folder / "cpu_more.cpp").write_text("int more() { return 1; }\n")
@@ -308,6 +310,75 @@ def test_nothing_is_loaded_from_another_users_folder(tiny: Path, cache: Path) ->
     assert "others can write" in load_library(cache_dir=cache, sources=tiny).detail
 
 
+def test_full_file_system_builds_for_this_process_alone(
+    tiny: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Nothing more can be written to the cache: there is a folder where a file would be."""
+    fail = f'case "$*" in *{cache}*) mkdir -p "$TMPDIR/room"; exit 1;; esac'
+    compiler = CountedCompiler(tmp_path / "full", before=fail)
+    result = load_library(compiler=str(compiler.path), cache_dir=cache, sources=tiny)
+    assert value_of(result) == 7
+    assert "not kept for the next start" in result.detail
+    assert list(cache.iterdir()) == []
+
+
+@pytest.fixture
+def noexec(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be loaded from the cache, as where it is mounted without permission to execute."""
+    load = ctypes.CDLL
+
+    def refusing(name: str, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+        if name.startswith(str(cache)):
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return load(name, mode=mode)
+
+    monkeypatch.setattr(ctypes, "CDLL", refusing)
+
+
+@pytest.mark.usefixtures("noexec")
+def test_folder_that_nothing_is_loaded_from_still_saves_compiling(
+    tiny: Path, cache: Path, counted: CountedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        result = load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+        assert value_of(result) == 7
+    assert counted.num_links == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(cache))
+    result = load_library(compiler=str(counted.path), cache_dir=cache, sources=tiny)
+    assert result.library is None
+    assert "failed to map segment" in result.detail
+
+
+def test_entry_that_does_not_load_is_passed_over(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    """As one that was prepared for another C library."""
+    prepared, foreign = tmp_path / "prepared", tmp_path / "foreign"
+    shutil.copytree(tiny, foreign)
+    (foreign / "cpu_tiny.cpp").write_text("int nonesuch(); int tiny_value() { return nonesuch(); }")
+    assert COMPILER is not None
+    plain = cpu_build.portable_targets()[-1]
+    entry = cpu_build.build(COMPILER, plain, foreign, fresh(tiny))
+    shutil.copytree(entry, prepared / f"{cpu_build._source_id(tiny)}-{plain.name}-0")
+    result = load_library(cache_dir=cache, prepared_dir=prepared, sources=tiny)
+    assert value_of(result) == 7
+    assert "compiled by" in result.detail
+
+
+def test_user_without_a_home(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    result = load_library(sources=tiny)
+    assert value_of(result) == 7
+    assert "this user has no home" in result.detail
+    assert [path.name for path in tmp_path.iterdir()] == ["sources"]
+
+
+def test_folders_may_have_blanks_in_their_names(tiny: Path, tmp_path: Path) -> None:
+    sources, cache = tmp_path / "some sources", tmp_path / "a cache"
+    shutil.copytree(tiny, sources)
+    assert "kept in" in load_library(cache_dir=cache, sources=sources).detail
+    assert value_of(load_library(cache_dir=cache, sources=sources)) == 7
+
+
 # --- compilers -------------------------------------------------------------------------------------
 
 
@@ -345,6 +416,25 @@ def test_function_that_nobody_defines_is_the_reason(tiny: Path, cache: Path) -> 
     assert list(cache.iterdir()) == []
 
 
+def test_compilers_temporary_files_are_in_the_cache(
+    tiny: Path, cache: Path, tmp_path: Path
+) -> None:
+    """The usual place for them may be full or read-only."""
+    told = tmp_path / "told"
+    compiler = CountedCompiler(tmp_path / "telling", before=f'echo "$TMPDIR" >> {told}')
+    load_library(compiler=str(compiler.path), cache_dir=cache, sources=tiny)
+    places = {line for line in told.read_text().splitlines() if line.startswith(str(cache))}
+    assert len(places) == 1
+
+
+def test_compiler_that_is_killed_is_the_reason(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    kill = 'case "$*" in *cpu_more.cpp*) kill -9 $$;; esac'
+    compiler = CountedCompiler(tmp_path / "killed", before=kill)
+    result = load_library(compiler=str(compiler.path), cache_dir=cache, sources=tiny)
+    assert result == NativeLibrary(None, f"{compiler.path} was killed by signal 9")
+    assert list(cache.iterdir()) == []
+
+
 def test_compiler_that_refuses_native(tiny: Path, cache: Path, tmp_path: Path) -> None:
     refuse = 'case "$*" in *=native*) echo "error: no such processor" >&2; exit 1;; esac'
     compiler = CountedCompiler(tmp_path / "refusing", before=refuse)
@@ -359,7 +449,7 @@ def test_environment_is_not_read(
     monkeypatch.setenv("CXXFLAGS", "-DVALUE=9 --nonesuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert value_of(load_library(cache_dir=cache, sources=tiny)) == 7
-    assert tmp_path not in cpu_build.default_cache_dir().parents
+    assert tmp_path not in (cpu_build.default_cache_dir() or Path()).parents
     source = Path(cpu_build.__file__).read_text()
     names = {
         node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
@@ -378,12 +468,12 @@ from octavo.kernels.cpu_build import load_library
 torch.set_num_threads(2)
 torch.ones(4_000_000).add(1).sum()
 before = len(os.listdir("/proc/self/task"))
-result = load_library(cache_dir=Path(sys.argv[1]), sources=Path(sys.argv[2]))
+result = load_library(compiler=sys.argv[3], cache_dir=Path(sys.argv[1]), sources=Path(sys.argv[2]))
 assert result.library is not None, result.detail
 assert result.library.tiny_threads() == 2
 assert len(os.listdir("/proc/self/task")) == before, "threads of its own"
 lines = Path("/proc/self/maps").read_text().splitlines()
-print(*sorted({line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}))
+print(*sorted({line.split()[-1] for line in lines if "libgomp" in line or "omp." in line or "omp5" in line}))
 """
 
 AFTER_RENAMED = """
@@ -399,8 +489,9 @@ print(*sorted({line.split()[-1] for line in lines if "libgomp" in line}))
 """
 
 
-def test_threads_are_shared_with_torch(tiny: Path, cache: Path) -> None:
-    runtimes = output_of(run_python(AFTER_TORCH, cache, tiny)).split()
+@pytest.mark.parametrize("compiler", INSTALLED)
+def test_threads_are_shared_with_torch(compiler: str, tiny: Path, cache: Path) -> None:
+    runtimes = output_of(run_python(AFTER_TORCH, cache, tiny, compiler)).split()
     assert len(runtimes) == 1
     assert "torch" in runtimes[0]
 
@@ -480,21 +571,25 @@ def test_target_that_the_compiler_does_not_know_is_left_out(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compiler", INSTALLED)
 @pytest.mark.parametrize("target", cpu_build.portable_targets(), ids=lambda target: target.name)
 def test_the_ops_compile_for_every_target_without_a_warning(
-    target: cpu_build.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: cpu_build.Target, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert COMPILER is not None
     monkeypatch.setattr(cpu_build, "FLAGS", (*cpu_build.FLAGS, "-O0", "-Werror"))
-    cpu_build.build(COMPILER, target, cpu_build.SOURCES, tmp_path)
+    cpu_build.build(compiler, target, cpu_build.SOURCES, tmp_path)
 
 
 # --- programs --------------------------------------------------------------------------------------
 
 # A sample op claims `num_rows` pieces and adds 1 to each cell that still holds what the op before left. A gate op
-# moves each of its tokens' cells on from `kind` to `kind + 1`, an embed op from `dtype` to `dtype + 1`.
+# moves each of its tokens' cells on from `kind` to `kind + 1`, an embed op from `dtype` to `dtype + 1`. But a
+# norm finds no memory.
 CHAIN = """
+#include <new>
 #include "cpu_ops.h"
+#include "cpu_program.h"
+#include "cpu_threads.h"
 namespace octavo {
 void sample_part(const SampleArgs& a, const Team& team) {
   team.claim(*a.num_rows, 1, [&](int64_t begin, int64_t end) {
@@ -508,15 +603,20 @@ void gate_rows(const GateArgs& a, int64_t begin, int64_t end) {
 void embed_rows(const EmbedArgs& a, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) a.out[i] = a.out[i] == float(a.dtype) ? a.dtype + 1 : -1;
 }
+void rms_norm_rows(const RmsNormArgs&, int64_t, int64_t) { throw std::bad_alloc(); }
 #define NO_ROWS(name, Args) void name(const Args&, int64_t, int64_t) {}
 #define NO_PART(name, Args) void name(const Args&, const Team&) {}
-NO_ROWS(rms_norm_rows, RmsNormArgs)
 NO_ROWS(rotary_rows, RotaryArgs)
 NO_ROWS(store_kv, StoreKVArgs)
 NO_ROWS(pack_rows, PackRowsArgs)
 NO_PART(attention_part, AttentionArgs)
 NO_PART(linear_part, LinearArgs)
 }  // namespace octavo
+extern "C" void nested_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
+  octavo::run_team(2, [&](int64_t rank, int64_t) {
+    if (rank == 0) octavo_run(program, count, num_threads);
+  });
+}
 """
 
 
@@ -533,26 +633,38 @@ def program_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return result.library
 
 
+class Chain:
+    """A program of `length` counting ops. Row i of cells is written by op i, which reads row i - 1."""
+
+    def __init__(self, length: int = 200, pieces: int = 33) -> None:
+        self.cells = (ctypes.c_int64 * (pieces * (length + 1)))()
+        self.count = ctypes.c_int64(pieces)
+        self.steps: list[cpu_structs.Args] = [
+            cpu_structs.SampleArgs(
+                num_rows=ctypes.addressof(self.count),
+                vocab_size=int(index > 0),
+                out=ctypes.addressof(self.cells) + index * pieces * 8,
+            )
+            for index in range(length)
+        ]
+
+    def clear(self) -> None:
+        self.cells[:] = [0] * len(self.cells)
+
+    def check(self) -> None:
+        pieces = self.count.value
+        assert list(self.cells[pieces:]) == [1] * (len(self.cells) - pieces)
+
+
 @pytest.mark.parametrize("num_threads", [0, 1, 2, 3, 5])
 def test_ops_of_a_program_run_in_order_and_every_piece_once(
     num_threads: int, program_library: ctypes.CDLL
 ) -> None:
-    """Row i of cells is written by op i, which reads row i - 1 in the other direction."""
-    pieces, length = 33, 200
-    cells = (ctypes.c_int64 * (pieces * (length + 1)))()
-    count = ctypes.c_int64(pieces)
-    steps = [
-        cpu_structs.SampleArgs(
-            num_rows=ctypes.addressof(count),
-            vocab_size=int(index > 0),
-            out=ctypes.addressof(cells) + index * pieces * 8,
-        )
-        for index in range(length)
-    ]
-    for turn in range(3):
-        cells[pieces:] = [0] * (pieces * length)
-        cpu_structs.run(program_library, steps, num_threads)
-        assert list(cells[pieces:]) == [1] * (pieces * length), f"turn {turn}"
+    chain = Chain()
+    for _ in range(3):
+        chain.clear()
+        cpu_structs.run(program_library, chain.steps, num_threads)
+        chain.check()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 5, 33])
@@ -573,6 +685,59 @@ def test_ops_that_do_each_token_by_itself_do_all_of_them_in_order(
     ]
     cpu_structs.run(program_library, steps, num_threads)
     assert list(cells) == [4.0] * num_tokens + [0.0] * (40 - num_tokens)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_op_that_finds_no_memory_ends_its_program(
+    num_threads: int, program_library: ctypes.CDLL
+) -> None:
+    chain = Chain()
+    norm = cpu_structs.RmsNormArgs(num_tokens=ctypes.addressof(chain.count))
+    steps = [*chain.steps[:1], norm, *chain.steps[1:]]
+    with pytest.raises(MemoryError, match="native ops found no memory"):
+        cpu_structs.run(program_library, steps, num_threads)
+    assert sum(chain.cells) == chain.count.value
+    chain.clear()
+    cpu_structs.run(program_library, chain.steps, num_threads)
+    chain.check()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_program_runs_within_a_parallel_region(
+    num_threads: int, program_library: ctypes.CDLL
+) -> None:
+    chain = Chain()
+    program = cpu_structs.program(chain.steps)
+    address, count = ctypes.addressof(program), ctypes.c_int64(len(program))
+    program_library.nested_run(ctypes.c_void_p(address), count, ctypes.c_int64(num_threads))
+    chain.check()
+
+
+def test_several_threads_run_programs_at_once(program_library: ctypes.CDLL) -> None:
+    chains = [Chain() for _ in range(4)]
+
+    def run(chain: Chain) -> None:
+        for num_threads in (2, 1, 3, 2) * 5:
+            chain.clear()
+            cpu_structs.run(program_library, chain.steps, num_threads)
+            chain.check()
+
+    with ThreadPoolExecutor(len(chains)) as pool:
+        list(pool.map(run, chains))
+
+
+def test_forked_process_runs_programs_alone(program_library: ctypes.CDLL) -> None:
+    """libgomp's threads are not forked, and it would wait for them."""
+    chain = Chain()
+    cpu_structs.run(program_library, chain.steps, 2)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # ends a child that waits
+        chain.clear()
+        cpu_structs.run(program_library, chain.steps, 2)
+        os._exit(int(sum(chain.cells) != len(chain.cells) - chain.count.value))
+    assert os.waitpid(child, 0) == (child, 0)
 
 
 def test_live_cells_are_read_at_every_run(program_library: ctypes.CDLL) -> None:
