@@ -302,6 +302,7 @@ def _build_and_load(
 ) -> NativeLibrary:
     """Compile for this processor, load, and leave the library in the cache if that can be used."""
     target, began = _native_target(), time.monotonic()
+    final: Path | None = None
     try:
         if cache_dir is None:
             raise _FolderError("this user has no home")

@@ -26,7 +26,7 @@ from octavo.engine.models.dequantize import dequantize
 from octavo.kernels import cpu_build
 from octavo.kernels.cpu_ops import CpuOps
 from octavo.kernels.cpu_structs import declare
-from octavo.kernels.ops import LayerKVCache, QuantizedRows, SamplingTensors
+from octavo.kernels.ops import KVScales, LayerKVCache, QuantizedRows, SamplingTensors
 from octavo.kernels.reference import ReferenceOps
 
 pytestmark = pytest.mark.native
@@ -89,8 +89,15 @@ def _driver() -> ModuleType:
 class WideOps(CpuOps):
     """Takes keys, values and queries of any type, as the tests' batches have them."""
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        super().store_kv(k.float(), v.float(), cache, slot_mapping)
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        super().store_kv(k.float(), v.float(), cache, slot_mapping, kv_scales)
 
     def attention(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().attention(q.float(), *args, **kwargs)
