@@ -97,14 +97,11 @@ class Running(ABC):
             return
         family = self.family()
         self.resume()
-        self._ask_to_end()
+        self._process.terminate()
         _, left = psutil.wait_procs(family, STOP_TIMEOUT_S)
         for member in left:
             member.kill()
         self._process.wait()
-
-    def _ask_to_end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
 
 
 class HttpRunning(Running):
@@ -152,10 +149,6 @@ class WorkerRunning(Running):
             raise RuntimeError(f"{self.engine.label} ended; its log is {self.log_path}")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def _ask_to_end(self) -> None:
-        if self.process.stdin is not None:
-            self.process.stdin.close()
 
 
 def batch_summary(works: list[Work], answer: dict[str, Any]) -> dict[str, Any]:

@@ -489,6 +489,83 @@ def wait_until_stopped(pid: int) -> None:
 def test_a_stopped_engine_can_be_ended(compare: Any, worker: Any) -> None:
     worker.pause()
     worker.stop()
-    assert worker.process.poll() == 0
+    assert worker.process.poll() is not None
     with pytest.raises(ProcessLookupError):
         os.kill(worker.process.pid, 0)
+
+
+# --- rounds --------------------------------------------------------------------------------------
+
+DIARY = f"""
+import os, sys
+sys.path.append({str(BENCHMARKS / "comparison")!r})
+from worker import serve
+
+name, diary, is_slow = sys.argv[1], sys.argv[2], len(sys.argv) > 3
+
+def generate(requests):
+    with open(diary, "a") as file:
+        file.write(f"{{name}} {{len(requests)}} {{os.getpid()}}\\\\n")
+    while is_slow and len(requests) > 1:
+        pass
+    timed = [dict(ttft=0.1, last=0.1 * n, out=n) | {{"in": len(p)}} for p, n in requests]
+    return dict(seconds=1.0, requests=timed)
+
+serve(generate)
+""".replace("\\\\n", "\\n")
+
+
+def diarists(tmp_path: Path, *more: str) -> list[Any]:
+    """Two engines that note each batch in ``tmp_path/diary``: who, how many requests, process id."""
+    script, engine = tmp_path / "diarist.py", part("engines").Engine
+    script.write_text(DIARY)
+    words = (sys.executable, str(script))
+    return [
+        engine(name, "bf16", "in-process", (*words, name, str(tmp_path / "diary"), *more))
+        for name in ("one", "two")
+    ]
+
+
+@pytest.mark.slow
+def test_engines_take_turns_on_the_same_work(compare: Any, tmp_path: Path) -> None:
+    engines = diarists(tmp_path)
+    taken = part("rounds").measure(engines, ["A", "B", "start"], 2, TOKENS, tmp_path)
+    for engine in engines:
+        noted = [(sample["work"], sample["round"]) for sample in taken[engine]]
+        assert noted == [("A", 0), ("B", 0), ("A", 1), ("B", 1), ("start", 0), ("start", 1)]
+        assert all(s["pss_mb"] > 1 and s["first_token_s"] > 0 for s in taken[engine][4:])
+    diary = [line.split() for line in (tmp_path / "diary").read_text().splitlines()]
+    asked = [f"{name} {number}" for name, number, _ in diary]
+    first, second = ["one 32", "two 32", "one 1", "two 1"], ["two 32", "one 32", "two 1", "one 1"]
+    warm = ["one 1", "two 1", "one 4", "one 32", "one 1", "two 4", "two 32", "two 1"]
+    start = {name: [f"{name} 1", f"{name} 32", f"{name} 1"] for name in ("one", "two")}
+    starts = [*start["one"], *start["two"], *start["two"], *start["one"]]
+    assert asked == [*warm, *first, *second, *starts]
+    assert len({pid for _, _, pid in diary}) == 6  # two for the turns, four starts
+
+
+@pytest.mark.slow
+def test_no_engine_outlives_a_comparison_that_is_ended(compare: Any, tmp_path: Path) -> None:
+    script = tmp_path / "ended.py"
+    words = [engine.command for engine in diarists(tmp_path, "slow")]
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "import compare\n"
+        "from comparison import engines, peers\n"
+        f"one, two = (engines.Engine(w[2], 'bf16', 'in-process', tuple(w)) for w in {words!r})\n"
+        "engines.octavo, engines.peer = (lambda *_: one), (lambda *_: two)\n"
+        "peers.ensure = lambda *_: '1'\n"
+        "compare.embedded_corpus = lambda: list(range(20_000))\n"
+        "compare.main()\n"
+    )
+    arguments = ["--pairs", "openvino-bf16", "--work", "A", "--peers-dir", str(tmp_path)]
+    comparison = subprocess.Popen([sys.executable, str(script), *arguments])
+    diary, deadline = tmp_path / "diary", time.monotonic() + 60
+    while not (diary.exists() and "one 4" in diary.read_text()):  # two is stopped, one computes
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    comparison.terminate()
+    assert comparison.wait(60) == 143
+    pids = {int(line.split()[2]) for line in diary.read_text().splitlines()}
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
