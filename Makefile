@@ -53,7 +53,7 @@ docs: $(DEV)  ## Write the pages that are generated from the code
 	$(BIN)/python docs/generate.py
 
 clean:  ## Remove caches and build products, not $(VENV)
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist kernels/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # torch comes first: whatever asks for it later finds it installed and leaves it alone. The embedded
 # model's package is wanted for the file it carries, not for what it depends on.
