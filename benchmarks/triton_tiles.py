@@ -34,30 +34,36 @@ from octavo.kernels.triton_tiles import TILES
 
 TARGET = Path(__file__).resolve().parents[1] / "kernels" / "triton_tiles.py"
 
-CANDIDATES = {
-    PREFILL: [
-        Tile(128, 64, 8, 5),
-        Tile(128, 64, 8, 3),
-        Tile(64, 64, 4, 5),
-        Tile(64, 64, 4, 3),
-        Tile(64, 32, 4, 5),
-        Tile(64, 32, 4, 3),
-        Tile(64, 32, 8, 3),
-        Tile(32, 32, 4, 3),
-        Tile(32, 32, 8, 2),
-        Tile(16, 32, 4, 2),
-        Tile(16, 16, 4, 2),
-    ],
-    DECODE: [
-        Tile(16, 64, 4, 5),
-        Tile(16, 32, 4, 5),
-        Tile(16, 64, 4, 3),
-        Tile(16, 32, 4, 3),
-        Tile(16, 16, 4, 5),
-        Tile(16, 16, 4, 3),
-        Tile(16, 16, 4, 2),
-    ],
-}
+PREFILL_TILES = (
+    Tile(128, 64, 8, 5),
+    Tile(128, 64, 8, 3),
+    Tile(128, 32, 8, 3),
+    Tile(64, 64, 4, 5),
+    Tile(64, 64, 4, 3),
+    Tile(64, 32, 4, 5),
+    Tile(64, 32, 4, 3),
+    Tile(64, 32, 8, 3),
+    Tile(32, 32, 4, 3),
+    Tile(32, 32, 8, 2),
+    Tile(16, 32, 4, 2),
+)
+SINGLE_TILES = (  # products without matrix units: operands and sums are all in registers
+    Tile(32, 32, 4, 3),
+    Tile(32, 32, 8, 3),
+    Tile(16, 32, 4, 3),
+    Tile(16, 32, 4, 2),
+    Tile(16, 16, 4, 3),
+    Tile(16, 16, 4, 2),
+)
+DECODE_TILES = (
+    Tile(16, 64, 4, 5),
+    Tile(16, 32, 4, 5),
+    Tile(16, 64, 4, 3),
+    Tile(16, 32, 4, 3),
+    Tile(16, 16, 4, 5),
+    Tile(16, 16, 4, 3),
+    Tile(16, 16, 4, 2),
+)
 MIN_RESIDENT = {PREFILL: ((1, 8), (1, 4)), DECODE: ((2, 8), (1, 4))}
 """Programs and warps that an SM shall hold; what it must."""
 TYPES = {
@@ -116,6 +122,13 @@ def compile_tile(
     return next(one for one in launches if one.kernel == "attention_kernel")
 
 
+def candidates(phase: str, precision: str) -> tuple[Tile, ...]:
+    """Tiles in the order of preference."""
+    if phase == DECODE:
+        return DECODE_TILES
+    return SINGLE_TILES if precision == "single" else PREFILL_TILES
+
+
 def is_good(compiled: CompiledLaunch, min_programs: int, min_warps: int) -> bool:
     """Whether a tile may be used."""
     return (
@@ -137,7 +150,7 @@ def choose(arch: Architecture, phase: str, precision: str, head_pad: int) -> Til
         return compiled[key]
 
     for min_programs, min_warps in MIN_RESIDENT[phase]:
-        for tile in CANDIDATES[phase]:
+        for tile in candidates(phase, precision):
             if all(is_good(get(tile, one), min_programs, min_warps) for one in (True, False)):
                 return tile
     raise SystemExit(f"no tile fits {arch.name} {phase} {precision} {head_pad}")
@@ -151,9 +164,14 @@ def main() -> None:
     for key in product(parser.parse_args().arch, (PREFILL, DECODE), PRECISIONS, HEAD_PADS):
         chosen[key] = tuple(choose(ARCHITECTURES[key[0]], *key[1:]))
         print(*key, chosen[key], flush=True)
-    order = list(product(ARCHITECTURES, (PREFILL, DECODE), PRECISIONS, HEAD_PADS))
-    lines = [f"    {json.dumps(key)[1:-1]}: {chosen[key]},\n" for key in order if key in chosen]
-    lines = [line.replace('    "', '    ("', 1).replace(": (", "): (") for line in lines]
+        save(chosen)
+
+
+def save(chosen: dict[tuple[str, str, str, int], tuple[int, ...]]) -> None:
+    """Write the table, in order."""
+    order = product(ARCHITECTURES, (PREFILL, DECODE), PRECISIONS, HEAD_PADS)
+    lines = [f"    {json.dumps(key)}: {chosen[key]},\n" for key in order if key in chosen]
+    lines = [line.replace("[", "(").replace("]", ")") for line in lines]
     TARGET.write_text(HEADER + "".join(lines) + "}\n")
 
 

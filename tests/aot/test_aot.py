@@ -11,7 +11,7 @@ from octavo.kernels.triton_aot import CompiledLaunch, compile_launches
 from octavo.kernels.triton_gpu import ARCHITECTURES, architecture_for
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _double(x_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + at, 2 * tl.load(x_ptr + at, mask=at < count), mask=at < count)
@@ -40,7 +40,7 @@ def test_a_launch_is_compiled_and_described(arch: str) -> None:
 def test_spills_are_seen() -> None:
     assert _compile("sm_90", num_warps=1, maxnreg=64).num_spilled == 0
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def sort(x_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
         at = tl.arange(0, SIZE)
         tl.store(x_ptr + at, tl.sort(tl.load(x_ptr + at)))

@@ -294,10 +294,10 @@ def _untouched(num_blocks: int, block_numbers: int, dtype: torch.dtype) -> Tenso
 def test_one_plan_serves_all_layers_of_a_step(
     make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from octavo.kernels import triton_attention
+    from octavo.kernels import triton_attention, triton_attention_plan
 
     calls = []
-    plan = triton_attention.plan_attention
+    plan = triton_attention_plan.plan_attention
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(options["window"])
@@ -315,7 +315,7 @@ def test_one_plan_serves_all_layers_of_a_step(
 def test_warm_up_reaches_every_kernel(make_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.kernels import triton_attention
 
-    launched = []
+    launched: list[Any] = []
     for name in ("attention_kernel", "merge_kernel"):
         monkeypatch.setattr(triton_attention, name, _Noted(name, launched))
     batch = make_batch([(12, 1)])

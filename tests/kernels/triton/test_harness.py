@@ -10,7 +10,7 @@ import triton.language as tl
 pytestmark = pytest.mark.smoke
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _double(x_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + at, 2 * tl.load(x_ptr + at, mask=at < count), mask=at < count)
