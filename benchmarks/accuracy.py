@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     native = select_ops("cpu", torch.device("cpu"))
+    integers = select_ops("cpu", torch.device("cpu"), rounds_activations=True)
     path = find_embedded_model()
     if path is None:
         sys.exit("the embedded model is not installed")
@@ -124,6 +125,7 @@ def main() -> None:
     variants = {
         "bfloat16, native": (native, torch.bfloat16, False),
         "the file's Q4_1 and Q8_0, native": (native, torch.bfloat16, True),
+        "the same by integers (int8), native": (integers, torch.bfloat16, True),
         "bfloat16, torch": (select_ops("torch", torch.device("cpu")), torch.bfloat16, False),
     }
     rows = []
