@@ -3,8 +3,8 @@
     python benchmarks/triton_tiles.py [--arch sm_90 ...]
 
 For every architecture, phase, precision and head dimension the first candidate is taken that, with every
-option of attention and with none, spills no register, fits into shared memory and leaves room for enough
-programs on an SM. Candidates stand in the order in which reasoning prefers them:
+option of attention and with none, spills no register, has some to spare for other shapes, fits into shared
+memory and leaves room for enough programs on an SM. Candidates stand in the order in which reasoning prefers them:
 
 - prefill is bound by the matrix units: tall tiles reuse K and V for more rows, and eight warps on an SM let
   one's softmax overlap another's products.
@@ -66,6 +66,8 @@ DECODE_TILES = (
 )
 MIN_RESIDENT = {PREFILL: ((1, 8), (1, 4)), DECODE: ((2, 8), (1, 4))}
 """Programs and warps that an SM shall hold; what it must."""
+SPARE_REGISTERS = 16
+"""Other head counts, strides and block sizes need a few more than the shape that is compiled here."""
 TYPES = {
     "half": (torch.bfloat16, torch.bfloat16),
     "fp8": (torch.bfloat16, torch.float8_e4m3fn),
@@ -133,6 +135,7 @@ def is_good(compiled: CompiledLaunch, min_programs: int, min_warps: int) -> bool
     """Whether a tile may be used."""
     return (
         compiled.num_spilled == 0
+        and compiled.num_registers <= compiled.arch.max_registers - SPARE_REGISTERS
         and compiled.shared_bytes <= compiled.arch.shared_bytes
         and compiled.programs_per_sm >= min_programs
         and compiled.programs_per_sm * compiled.num_warps >= min_warps

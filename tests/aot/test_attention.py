@@ -121,7 +121,12 @@ CASES = {
     "SmolLM2 135M": {"heads": (9, 3), "head_dim": 64, "is_fused": True},
     "heads of 80": {"heads": (32, 32), "head_dim": 80, "block_size": 32},
     "heads of 96": {"heads": (24, 8), "head_dim": 96, "block_size": 48},
-    "odd strides": {"heads": (5, 1), "head_dim": 71, "block_size": 256, "is_fused": True},
+    "heads of 72, odd strides": {
+        "heads": (5, 1),
+        "head_dim": 72,
+        "block_size": 256,
+        "is_fused": True,
+    },
     "float16, many heads": {"heads": (71, 1), "head_dim": 64, "dtype": torch.float16},
     "a table of one block": {"heads": (8, 8), "head_dim": 256, "table_width": 1},
 }
