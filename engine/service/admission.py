@@ -36,6 +36,8 @@ class Admitted(NamedTuple):
     is_continuation: (
         bool  # the output goes on in the prompt's text; an answer in a chat begins anew
     )
+    echo: bool = False  # see GenerationRequest
+    aligns_tokens: bool = False  # see GenerationRequest
 
 
 class Admission:
@@ -68,9 +70,10 @@ class Admission:
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("logit_bias", tuple(sampling.logit_bias or ()))
         self._check_seats(sampling)
+        self._check_logprobs(sampling)
         _check_salt(request.cache_salt)
         text, prompt_token_ids = self._prompt(request)
-        max_tokens = self._max_tokens(len(prompt_token_ids), sampling)
+        max_tokens = self._max_tokens(len(prompt_token_ids), request)
         by_id = self._special_stops(sampling)
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
         resolved = sampling.with_changes(
@@ -88,7 +91,16 @@ class Admission:
             request.cache_salt,
             request.resume,
         )
-        return Admitted(new, text, by_id, not isinstance(request.prompt, ChatPrompt))
+        if request.echo and text is None:
+            text = self.tokenizer.decode(prompt_token_ids, sampling.skip_special_tokens)
+        return Admitted(
+            new,
+            text,
+            by_id,
+            not isinstance(request.prompt, ChatPrompt),
+            request.echo,
+            request.aligns_tokens or sampling.logprobs is not None,
+        )
 
     # --- prompt ----------------------------------------------------------------------------------
 
@@ -157,14 +169,27 @@ class Admission:
                 param=param,
             )
 
+    def _check_logprobs(self, sampling: SamplingParams) -> None:
+        limit = self._info.max_logprobs
+        for param in ("logprobs", "prompt_logprobs"):
+            asked = getattr(sampling, param)
+            if asked is not None and limit != -1 and not 0 <= asked <= limit:
+                raise InvalidRequestError(
+                    f"{param} must be 0 to {limit} on this server (--max-logprobs), got {asked}.",
+                    param=param,
+                )
+
     # --- lengths ---------------------------------------------------------------------------------
 
-    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, request: GenerationRequest) -> int:
         """``max_tokens`` as a number: absent, all that fits; past the window, clamped to it."""
+        sampling = request.sampling
         asked, limit = sampling.max_tokens, self._info.max_model_len
-        if asked is not None and asked < 1:
+        if asked == 0 and not request.echo and sampling.prompt_logprobs is None:
             raise InvalidRequestError(
-                f"max_tokens must be at least 1, got {asked}.", param="max_tokens"
+                "max_tokens must be at least 1, got 0: only the prompt's log-probabilities or its echo "
+                "can be had without output.",
+                param="max_tokens",
             )
         if asked is not None and asked > limit:
             raise InvalidRequestError(
@@ -235,8 +260,6 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     """
     sampling = request.sampling
     asked = {
-        "logprobs": sampling.logprobs is not None,
-        "prompt_logprobs": sampling.prompt_logprobs is not None,
         "allowed_token_ids": sampling.allowed_token_ids is not None,
         "bad_words": bool(sampling.bad_words),
         "priority": request.priority != 0,

@@ -344,7 +344,6 @@ class TestBrokenPlans:
         with pytest.raises(ExecutionError, match="samples and candidates"):
             driver.step([row._replace(num_candidates=4)])
         for sampling in (
-            SamplingParams(prompt_logprobs=0),
             SamplingParams(allowed_token_ids=(1,)),
             SamplingParams(bad_words=("x",)),
         ):
