@@ -43,12 +43,7 @@ _EMPTY: tuple[Any, ...] = ([], {}, "")
 _NULL: tuple[Any, ...] = ()
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    # log-probabilities
-    "logprobs": _OFF,
-    "top_logprobs": (0,),
-    "prompt_logprobs": _NULL,
     "logprob_token_ids": _EMPTY,
-    "echo": _OFF,
     # tools and constraints
     "tools": _EMPTY,
     "tool_choice": ("none", "auto"),
@@ -81,8 +76,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": _EMPTY,
     "vllm_xargs": _EMPTY,
     # answers
-    "return_token_ids": _OFF,
-    "return_tokens_as_token_ids": _OFF,
     "return_token_offsets": _OFF,
     "return_prompt_text": _OFF,
     "return_weight_versions": _OFF,
@@ -101,7 +94,8 @@ _HINTS = {
     "prompt_embeds": "send text or token ids as prompt",
     "chat_template": "templates come from the operator only",
     "response_format": "only the type 'text' is offered",
-    "echo": "send the prompt with the answer yourself",
+    "top_logprobs": "logprobs is the number of alternatives here",
+    "echo": "continue_final_message continues a message",
 }
 
 
