@@ -25,6 +25,10 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BEAM_STOP_TOKEN_IDS = 64
 """Each beam looks at that many tokens more, in every step."""
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_BAD_WORDS = 128
+"""Also of the ways in which a request's bad words can be written as tokens."""
+MAX_BAD_WORD_CHARS = 1024
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token."""
 
@@ -73,8 +77,9 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives; 0: only the drawn token's; -1: the whole vocabulary
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens but the first
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is chosen
+    bad_words: tuple[str, ...] = ()  # their last token is not chosen after the others
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; filled at the door
     detokenize: bool = True
     skip_special_tokens: bool = True
     use_beam_search: bool = False  # beam search of width best_of or n; the n best come back
@@ -94,6 +99,7 @@ class SamplingParams:
         self._check_lengths()
         self._check_stops()
         self._check_logit_bias()
+        self._check_masks()
         self._check_beams()
 
     @property
@@ -204,6 +210,29 @@ class SamplingParams:
             checked[key] = float(value)
         object.__setattr__(self, "logit_bias", checked or None)
 
+    def _check_masks(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            if not 0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
+                limit = MAX_ALLOWED_TOKEN_IDS
+                _refuse("allowed_token_ids", f"allowed_token_ids must hold 1 to {limit} ids.")
+            for token_id in allowed:
+                _check_int("allowed_token_ids", token_id)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            _refuse("bad_words", f"bad_words must hold at most {MAX_BAD_WORDS} words.")
+        words: tuple[Any, ...] = self.bad_words
+        for word in words:
+            if not isinstance(word, str) or not word.strip():
+                _refuse("bad_words", f"bad_words must hold texts that are not blank, got {word!r}.")
+            if len(word) > MAX_BAD_WORD_CHARS:
+                limit = MAX_BAD_WORD_CHARS
+                _refuse("bad_words", f"a bad word must be at most {limit} characters long.")
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some tokens are never chosen."""
+        return self.allowed_token_ids is not None or bool(self.bad_word_ids)
+
     def _check_beams(self) -> None:
         _check_range("length_penalty", self.length_penalty, -50.0, 50.0)
         got = self.early_stopping
@@ -284,6 +313,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False  # templates write their own
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
@@ -308,6 +338,10 @@ class GenerationRequest:
     priority: int = 0  # lower runs first, where the policy looks at it
     cache_salt: str | None = None  # requests share prefix blocks only within one salt
     resume: tuple[ResumedSequence, ...] = ()  # one per child; empty for a fresh request
+    max_prompt_tokens: int | None = (
+        None  # a longer prompt is cut; -1: to what leaves room for output
+    )
+    keeps_prompt_start: bool = False  # of a cut prompt, rather than its end
     echo: bool = False  # the prompt's text is wanted too: outputs have it, and its text offsets
     aligns_tokens: bool = False  # token ids come with their text, as they do with log-probabilities
 

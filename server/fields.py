@@ -17,7 +17,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..engine.api import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from ..engine.api import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from ..engine.errors import InvalidRequestError, NotSupportedError
 
 logger = logging.getLogger(__name__)
@@ -57,16 +57,12 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": _NULL,
     "guided_decoding_backend": _NULL,
     "guided_whitespace_pattern": _NULL,
-    "bad_words": _EMPTY,
-    "allowed_token_ids": _NULL,
     "thinking_token_budget": _NULL,
     "repetition_detection": _NULL,
     "watermarking": (False, {}),
     # prompts
     "prompt_embeds": _NULL,
     "suffix": _EMPTY,
-    "truncate_prompt_tokens": _NULL,
-    "truncation_side": _NULL,
     "chat_template": _NULL,
     "documents": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
@@ -127,6 +123,8 @@ def _is_neutral(value: Any, neutral: Collection[Any]) -> bool:
 MAX_LENGTHS = {
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "logit_bias": MAX_LOGIT_BIAS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
     "messages": 4096,
 }
 MAX_FIELDS = 256

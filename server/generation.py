@@ -29,6 +29,7 @@ from ..engine.api import (
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from .context import Context
 from .errors import GenerationFailedError, describe, json_response
+from .prompts import AS_IT_IS, Truncation
 from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
 from .streaming import EventStream, until_disconnect
 from .wire import DONE, Choice, Usage, Wire, error_event
@@ -55,6 +56,7 @@ class Job:
     arrival_time: float
     cache_salt: str | None = None
     report: Report = NOTHING
+    truncation: Truncation = AS_IT_IS
 
     @property
     def is_ranked(self) -> bool:
@@ -96,6 +98,8 @@ def _engine_requests(job: Job) -> list[GenerationRequest]:
             job.sampling,
             job.arrival_time,
             cache_salt=job.cache_salt,
+            max_prompt_tokens=job.truncation.max_tokens,
+            keeps_prompt_start=job.truncation.keeps_start,
             echo=job.report.has_echo,
             aligns_tokens=job.report.has_token_ids,
         )

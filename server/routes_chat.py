@@ -14,13 +14,13 @@ from .chat_messages import chat_prompt
 from .context import Context
 from .fields import check_lengths, check_supported
 from .generation import Job, answer, request_id
+from .prompts import truncation
 from .reports import chat_report
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
 from .wire import ChatWire
 
-# The template writes the special tokens of a chat.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,), "echo": (False,)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 
 
 def chat_router(context: Context) -> APIRouter:
@@ -49,6 +49,7 @@ def chat_router(context: Context) -> APIRouter:
             arrival_time=arrival_time,
             cache_salt=body.cache_salt,
             report=report,
+            truncation=truncation(body),
         )
         wire = ChatWire(
             f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report

@@ -13,7 +13,7 @@ from .body import read_json
 from .context import Context
 from .fields import check_lengths, check_supported
 from .generation import Job, answer, request_id
-from .prompts import parse_prompts
+from .prompts import parse_prompts, truncation
 from .reports import completion_report
 from .sampling import sampling_params
 from .schemas import CompletionRequest, body_schema, parse
@@ -51,6 +51,7 @@ def completions_router(context: Context) -> APIRouter:
             arrival_time=arrival_time,
             cache_salt=body.cache_salt,
             report=report,
+            truncation=truncation(body),
         )
         wire = CompletionWire(
             f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report

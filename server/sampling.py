@@ -35,6 +35,8 @@ _FIELDS = (
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
 )
 _DRAWING = ("temperature", "top_p", "top_k", "min_p")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)

@@ -95,6 +95,16 @@ class GenerationFields(Wire):
     logit_bias: dict[str, Any] | None = Field(
         None, description="Token id, as a plain decimal, to a number in [-100, 100]."
     )
+    allowed_token_ids: list[Int64] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Int64 | None = Field(
+        None,
+        description="A longer prompt is cut to so many tokens; -1: to what leaves room for output.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where the cut prompt loses its tokens."
+    )
+    add_special_tokens: bool | None = None
     n: Int64 | None = Field(None, description="Choices for each prompt.")
     best_of: Int64 | None = Field(
         None, description="Sequences to choose the n best from; with use_beam_search, the width."
@@ -128,7 +138,6 @@ class CompletionRequest(GenerationFields):
         Any,
         Field(description="A string, token ids, or a list of strings or of lists of token ids."),
     ] = None
-    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Annotated[Int64 | None, BeforeValidator(_off_as_none)] = Field(
         None, description="Alternatives for each token; 0: only the token's own."

@@ -309,7 +309,5 @@ def _refuse_unsupported(plan: StepPlan) -> None:
         if row.num_samples and row.num_candidates:
             raise ExecutionError(f"sequence {row.seq_id} wants samples and candidates")
     for new in plan.new_rows:
-        sampling = new.sampling
-        for name in ("allowed_token_ids", "bad_words"):
-            if getattr(sampling, name) not in (None, ()):
-                raise ExecutionError(f"sequence {new.seq_id} wants {name}, which is not offered")
+        if new.sampling.bad_words and not new.sampling.bad_word_ids:
+            raise ExecutionError(f"sequence {new.seq_id} has bad words without their tokens")

@@ -116,6 +116,17 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
     (C, {"early_stopping": [True]}, 400, "early_stopping"),
     (C, {"cache_salt": 5}, 400, "cache_salt"),
     (X, {"cache_salt": ["a"]}, 400, "cache_salt"),
+    # masks and cuts
+    (C, {"allowed_token_ids": []}, 400, "allowed_token_ids"),
+    (C, {"allowed_token_ids": ["1"]}, 400, "allowed_token_ids[0]"),
+    (C, {"allowed_token_ids": 5}, 400, "allowed_token_ids"),
+    (C, {"bad_words": [""]}, 400, "bad_words"),
+    (C, {"bad_words": [" "]}, 400, "bad_words"),
+    (C, {"bad_words": "x"}, 400, "bad_words"),
+    (C, {"bad_words": ["x"] * 129}, 400, "bad_words"),
+    (X, {"bad_words": ["x" * 1025]}, 400, "bad_words"),
+    (C, {"truncate_prompt_tokens": 1.5}, 400, "truncate_prompt_tokens"),
+    (C, {"truncation_side": "middle"}, 400, "truncation_side"),
     # log-probabilities
     (C, {"logprobs": -2}, 400, "logprobs"),
     (C, {"logprobs": True}, 400, "logprobs"),
@@ -144,7 +155,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
     (X, {"response_format": {"type": "json_object"}}, 400, "response_format"),
     (X, {"guided_json": {}}, 400, "guided_json"),
     (X, {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, 400, "chat_template"),
-    (X, {"add_special_tokens": True}, 400, "add_special_tokens"),
+    (X, {"add_special_tokens": 1}, 400, "add_special_tokens"),
     # messages
     (X, {"messages": None}, 400, "messages"),
     (X, {"messages": []}, 400, "messages"),

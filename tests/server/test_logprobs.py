@@ -186,3 +186,18 @@ async def test_bytes_that_are_no_characters_are_written_out(
     assert [one["bytes"] for one in chat["content"][0]["top_logprobs"]] == [
         [0xB6], [0xF0, 0x9F], list(b"<|end|>"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [C, X])
+async def test_masks_and_cuts_arrive(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    fields = {"allowed_token_ids": [3, 4], "bad_words": ["x"], "truncate_prompt_tokens": -1}
+    await post(client, path, **fields, truncation_side="right", add_special_tokens=True)
+    await post(client, path)
+    cut, plain = engine.requests
+    assert (cut.sampling.allowed_token_ids, cut.sampling.bad_words) == ((3, 4), ("x",))
+    assert (cut.max_prompt_tokens, cut.keeps_prompt_start) == (-1, True)
+    assert cut.prompt.add_special_tokens  # type: ignore[union-attr]
+    assert (plain.max_prompt_tokens, plain.keeps_prompt_start) == (None, False)
+    assert plain.prompt.add_special_tokens is (path == C)  # type: ignore[union-attr]
