@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from octavo.engine.api import CompletionOutput, Logprob
+from octavo.server.reports import (
+    Report,
+    Tokens,
+    chat_logprobs,
+    completion_logprobs,
+    output_tokens,
+)
+
 if TYPE_CHECKING:
     from tests.server.conftest import FakeEngine
 
@@ -162,13 +171,8 @@ async def test_prompt_logprobs_stand_beside_the_choice_or_the_choices(
     assert engine.requests[-1].sampling.prompt_logprobs == 2
 
 
-async def test_bytes_that_are_no_characters_are_written_out(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bytes_that_are_no_characters_are_written_out() -> None:
     """B03: in the legacy shape alternatives are keys, which must not fall together."""
-    from octavo.engine.api import Logprob
-    from octavo.server.reports import Report, Tokens, chat_logprobs, completion_logprobs
-
     entry = {
         5: Logprob(-2.0, 2, "\ufffd", b"\xf0\x9f"),
         6: Logprob(-1.0, 1, "\ufffd", b"\xb6"),
@@ -201,3 +205,16 @@ async def test_masks_and_cuts_arrive(
     assert cut.prompt.add_special_tokens  # type: ignore[union-attr]
     assert (plain.max_prompt_tokens, plain.keeps_prompt_start) == (None, False)
     assert plain.prompt.add_special_tokens is (path == C)  # type: ignore[union-attr]
+
+
+async def test_tokens_of_a_cut_stop_string_are_left_out() -> None:
+    """B08: the rule for text that is cut."""
+    entries = [{i: Logprob(-1.0 * i)} for i in (1, 2, 3)]
+    output = CompletionOutput(0, "ab", [1, 2, 3], logprobs=entries)
+    output.text_offsets, output.num_cut_tokens = [0, 1, 2], 2
+    tokens = output_tokens(output, 10)
+    assert tokens is not None
+    assert (tokens.ids, tokens.offsets) == ([1], [10])
+    assert tokens.entries == entries[:1]
+    output.num_cut_tokens = 3
+    assert output_tokens(output, 10) is None

@@ -91,6 +91,13 @@ def test_an_end_id_is_reported_and_has_no_text(tokenizer: Tokenizer) -> None:
     assert found[-1].text_offsets == [1]
 
 
+def test_a_held_character_holds_all_of_its_tokens(tokenizer: Tokenizer) -> None:
+    found = deltas(tokenizer, ids(tokenizer, "aéb"), FinishReason.LENGTH, stop=("é!",))
+    assert [(one.text, len(one.token_ids)) for one in found] == [
+        ("a", 1), ("", 0), ("", 0), ("éb", 3),
+    ]  # fmt: skip
+
+
 def test_bytes_that_never_become_a_character(tokenizer: Tokenizer) -> None:
     whole = ids(tokenizer, "🌶")
     found = deltas(tokenizer, [*whole[:2], *ids(tokenizer, "a"), *whole[:3]], FinishReason.LENGTH)
