@@ -25,6 +25,10 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BEAM_STOP_TOKEN_IDS = 64
 """Each beam looks at that many tokens more, in every step."""
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_BAD_WORDS = 128
+"""Also of the ways in which a request's bad words can be written as tokens."""
+MAX_BAD_WORD_CHARS = 1024
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token."""
 
@@ -68,13 +72,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: as many as fit
+    max_tokens: int | None = 16  # None: as many as fit; 0: only look at the prompt
     min_tokens: int = 0
-    logprobs: int | None = None  # number of alternatives; 0: only the sampled token's
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # alternatives; 0: only the drawn token's; -1: the whole vocabulary
+    prompt_logprobs: int | None = None  # likewise of the prompt's tokens but the first
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is chosen
+    bad_words: tuple[str, ...] = ()  # their last token is not chosen after the others
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; filled at the door
     detokenize: bool = True
     skip_special_tokens: bool = True
     use_beam_search: bool = False  # beam search of width best_of or n; the n best come back
@@ -94,6 +99,7 @@ class SamplingParams:
         self._check_lengths()
         self._check_stops()
         self._check_logit_bias()
+        self._check_masks()
         self._check_beams()
 
     @property
@@ -204,6 +210,29 @@ class SamplingParams:
             checked[key] = float(value)
         object.__setattr__(self, "logit_bias", checked or None)
 
+    def _check_masks(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            if not 0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
+                limit = MAX_ALLOWED_TOKEN_IDS
+                _refuse("allowed_token_ids", f"allowed_token_ids must hold 1 to {limit} ids.")
+            for token_id in allowed:
+                _check_int("allowed_token_ids", token_id)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            _refuse("bad_words", f"bad_words must hold at most {MAX_BAD_WORDS} words.")
+        words: tuple[Any, ...] = self.bad_words
+        for word in words:
+            if not isinstance(word, str) or not word.strip():
+                _refuse("bad_words", f"bad_words must hold texts that are not blank, got {word!r}.")
+            if len(word) > MAX_BAD_WORD_CHARS:
+                limit = MAX_BAD_WORD_CHARS
+                _refuse("bad_words", f"a bad word must be at most {limit} characters long.")
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some tokens are never chosen."""
+        return self.allowed_token_ids is not None or bool(self.bad_word_ids)
+
     def _check_beams(self) -> None:
         _check_range("length_penalty", self.length_penalty, -50.0, 50.0)
         got = self.early_stopping
@@ -218,6 +247,11 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
             limit = MAX_BEAM_STOP_TOKEN_IDS
             _refuse("stop_token_ids", f"stop_token_ids must hold at most {limit} ids with beams.")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _refuse(name, f"{name} cannot be had from a beam search.")
+        if self.max_tokens == 0:
+            _refuse("max_tokens", "max_tokens must be at least 1 in a beam search.")
         for name, neutral in (
             ("temperature", (0.0, 1.0)),
             ("top_p", (1.0,)),
@@ -279,6 +313,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False  # templates write their own
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
@@ -303,6 +338,12 @@ class GenerationRequest:
     priority: int = 0  # lower runs first, where the policy looks at it
     cache_salt: str | None = None  # requests share prefix blocks only within one salt
     resume: tuple[ResumedSequence, ...] = ()  # one per child; empty for a fresh request
+    max_prompt_tokens: int | None = (
+        None  # a longer prompt is cut; -1: to what leaves room for output
+    )
+    keeps_prompt_start: bool = False  # of a cut prompt, rather than its end
+    echo: bool = False  # the prompt's text is wanted too: outputs have it, and its text offsets
+    aligns_tokens: bool = False  # token ids come with their text, as they do with log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,12 +352,17 @@ class Logprob:
 
     logprob: float
     rank: int | None = None  # 1 is the most likely
-    decoded_token: str | None = None
+    decoded_token: str | None = None  # U+FFFD where its bytes are no whole characters
+    token_bytes: bytes = b""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence's text: a delta when streamed, everything so far otherwise."""
+    """One sequence's text: a delta when streamed, everything so far otherwise.
+
+    Where log-probabilities (or aligned tokens) are asked for, a token comes with the last of its text:
+    it waits while its bytes are no whole characters, or may belong to a stop string.
+    """
 
     index: int
     text: str
@@ -325,6 +371,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    text_offsets: list[int] | None = None  # of aligned tokens: where each one's text begins
+    num_cut_tokens: int = 0  # the last ones, which lie in a stop string that was cut off
 
     @property
     def finished(self) -> bool:
@@ -353,7 +401,9 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     num_discarded_tokens: int = 0  # generated for sequences that best_of does not return
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
+    prompt_text_offsets: list[int] | None = None  # where each prompt token's text begins, with echo
+    first_prompt_token: bytes = b""  # which has no log-probability to name it; with echo
     metrics: RequestMetrics | None = None
     error: str | None = None  # why an output ended with FinishReason.ERROR
 
@@ -400,6 +450,7 @@ class EngineInfo:
     num_host_blocks: int = 0  # of the host tier
     enable_prefix_caching: bool = True
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_logprobs: int = 20  # alternatives that may be asked for; -1: any number
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,6 +236,7 @@ def _info(
         num_host_blocks=pool.num_host_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         default_sampling=_default_sampling(config, checkpoint),
+        max_logprobs=config.model.max_logprobs,
     )
 
 

@@ -172,6 +172,13 @@ class ModelConfig(_Checked):
         least=1,
         default_text="the model's window, or what the KV cache can hold if that is less",
     )
+    max_logprobs: int = option(
+        20,
+        "Alternatives whose log-probabilities a request may ask for at each position; -1: the whole vocabulary too, "
+        "of which a long prompt's would fill gigabytes.",
+        kind="int",
+        least=-1,
+    )
     seed: int | None = option(
         None,
         "Seed from which requests without one draw theirs, in order of arrival.",

@@ -75,10 +75,12 @@ class ScheduledRow(NamedTuple):
         int
     ] = ()  # chosen by the scheduler, not by the last sample (beams)
     num_candidates: int = 0  # beams: this many most likely next tokens; none is drawn or appended
+    first_scored: int = 0  # position of the first prompt token whose log-probability is reported,
+    num_scored: int = 0  # and their number; the token before each is in this row
 
 
 class SampleLogprobs(NamedTuple):
-    """Natural-log probabilities at one sampled position, before any sampling filter."""
+    """Natural-log probabilities of a drawn token or one of the prompt, before any sampling filter."""
 
     logprob: float
     rank: int
@@ -86,13 +88,13 @@ class SampleLogprobs(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What one sampled row gave. ``error`` excludes everything else."""
+    """What one sampled or scored row gave. ``error`` excludes everything else."""
 
     seq_id: int
-    token_ids: Sequence[int]  # one per sample asked for
+    token_ids: Sequence[int]  # one per sample asked for; of a row that is only scored, none
     logprobs: Sequence[SampleLogprobs] | None = None  # one per sample, where asked
     candidates: Sequence[tuple[int, float]] | None = None  # (token id, logprob), most likely first
-    prompt_logprobs: Sequence[SampleLogprobs] | None = None  # one per prompt position computed
+    prompt_logprobs: Sequence[SampleLogprobs] | None = None  # one per scored prompt token
     error: str | None = None  # the logits were not finite; only this row is affected
 
 
@@ -115,7 +117,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of the rows with samples or candidates, in the plan's order."""
+    """Results of the rows with samples, candidates or scored tokens, in the plan's order."""
 
     step_id: int
     rows: tuple[RowResult, ...]

@@ -40,6 +40,7 @@ def chat_prompt(body: ChatCompletionRequest) -> ChatPrompt:
         add_generation_prompt=not continues if generates is None else generates,
         continue_final_message=continues,
         template_kwargs=body.chat_template_kwargs or {},
+        add_special_tokens=bool(body.add_special_tokens),
     )
 
 

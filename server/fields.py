@@ -17,7 +17,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..engine.api import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from ..engine.api import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from ..engine.errors import InvalidRequestError, NotSupportedError
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,7 @@ _EMPTY: tuple[Any, ...] = ([], {}, "")
 _NULL: tuple[Any, ...] = ()
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    # log-probabilities
-    "logprobs": _OFF,
-    "top_logprobs": (0,),
-    "prompt_logprobs": _NULL,
     "logprob_token_ids": _EMPTY,
-    "echo": _OFF,
     # tools and constraints
     "tools": _EMPTY,
     "tool_choice": ("none", "auto"),
@@ -62,16 +57,12 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": _NULL,
     "guided_decoding_backend": _NULL,
     "guided_whitespace_pattern": _NULL,
-    "bad_words": _EMPTY,
-    "allowed_token_ids": _NULL,
     "thinking_token_budget": _NULL,
     "repetition_detection": _NULL,
     "watermarking": (False, {}),
     # prompts
     "prompt_embeds": _NULL,
     "suffix": _EMPTY,
-    "truncate_prompt_tokens": _NULL,
-    "truncation_side": _NULL,
     "chat_template": _NULL,
     "documents": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
@@ -81,8 +72,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": _EMPTY,
     "vllm_xargs": _EMPTY,
     # answers
-    "return_token_ids": _OFF,
-    "return_tokens_as_token_ids": _OFF,
     "return_token_offsets": _OFF,
     "return_prompt_text": _OFF,
     "return_weight_versions": _OFF,
@@ -101,7 +90,8 @@ _HINTS = {
     "prompt_embeds": "send text or token ids as prompt",
     "chat_template": "templates come from the operator only",
     "response_format": "only the type 'text' is offered",
-    "echo": "send the prompt with the answer yourself",
+    "top_logprobs": "logprobs is the number of alternatives here",
+    "echo": "continue_final_message continues a message",
 }
 
 
@@ -133,6 +123,8 @@ def _is_neutral(value: Any, neutral: Collection[Any]) -> bool:
 MAX_LENGTHS = {
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "logit_bias": MAX_LOGIT_BIAS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
     "messages": 4096,
 }
 MAX_FIELDS = 256

@@ -29,6 +29,8 @@ from ..engine.api import (
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from .context import Context
 from .errors import GenerationFailedError, describe, json_response
+from .prompts import AS_IT_IS, Truncation
+from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
 from .streaming import EventStream, until_disconnect
 from .wire import DONE, Choice, Usage, Wire, error_event
 
@@ -53,6 +55,8 @@ class Job:
     includes_usage: bool
     arrival_time: float
     cache_salt: str | None = None
+    report: Report = NOTHING
+    truncation: Truncation = AS_IT_IS
 
     @property
     def is_ranked(self) -> bool:
@@ -89,7 +93,15 @@ def _engine_requests(job: Job) -> list[GenerationRequest]:
     unique = f"{job.name}-{uuid.uuid4().hex[:8]}"
     return [
         GenerationRequest(
-            f"{unique}-{i}", prompt, job.sampling, job.arrival_time, cache_salt=job.cache_salt
+            f"{unique}-{i}",
+            prompt,
+            job.sampling,
+            job.arrival_time,
+            cache_salt=job.cache_salt,
+            max_prompt_tokens=job.truncation.max_tokens,
+            keeps_prompt_start=job.truncation.keeps_start,
+            echo=job.report.has_echo,
+            aligns_tokens=job.report.has_token_ids,
         )
         for i, prompt in enumerate(job.prompts)
     ]
@@ -105,16 +117,25 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     """The events of a stream, ``[DONE]`` included. A failure is an event of its own."""
     usage = _prompt_usage(streams)
-    opening = b"".join(wire.opening(i) for i in range(n * len(streams)))
+    opening = b"".join(
+        wire.opening(i * n + j, stream.prompt_token_ids)
+        for i, stream in enumerate(streams)
+        for j in range(n)
+    )
+    begun: set[int] = set()
     if opening:
         yield opening
     try:
         async with aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 _add(usage, output)
-                chunks = [
-                    _chunk(wire, index * n + one.index, one, output.error) for one in output.outputs
-                ]
+                chunks = []
+                for one in output.outputs:
+                    number = index * n + one.index
+                    if number not in begun:
+                        begun.add(number)
+                        chunks.append(wire.prompt(number, output))
+                    chunks.append(_chunk(wire, number, one, output))
                 if any(chunks):
                     yield b"".join(chunks)
         if includes_usage:
@@ -124,24 +145,42 @@ async def _events(
     yield DONE
 
 
-def _chunk(wire: Wire, index: int, output: CompletionOutput, error: str | None) -> bytes:
-    _check_failure(output, error)
-    if output.finish_reason is not None:
-        return wire.closing(index, output.text, output.finish_reason, output.stop_reason)
-    return wire.delta(index, output.text) if output.text else b""
+def _chunk(wire: Wire, index: int, one: CompletionOutput, output: RequestOutput) -> bytes:
+    _check_failure(one, output.error)
+    tokens = _tokens(wire.report, one, output)
+    if one.finish_reason is not None:
+        return wire.closing(index, one.text, one.finish_reason, one.stop_reason, tokens)
+    return wire.delta(index, one.text, tokens) if one.text or tokens else b""
+
+
+def _tokens(report: Report, one: CompletionOutput, output: RequestOutput) -> Tokens | None:
+    if not report.tells_tokens:
+        return None
+    return output_tokens(one, len(output.prompt or "") if report.has_echo else 0)
 
 
 async def _collect(streams: Sequence[RequestStream], job: Job, wire: Wire) -> dict[str, object]:
     """The whole answer."""
     n, usage = job.sampling.n, _prompt_usage(streams)
-    choices = [Choice(is_ranked=job.is_ranked) for _ in range(n * len(streams))]
+    entries = job.report.num_top is not None
+    choices = [
+        Choice(is_ranked=job.is_ranked, tokens=Tokens(entries=[] if entries else None))
+        for _ in range(n * len(streams))
+    ]
     async with aclosing(_merged(streams)) as outputs:
         async for index, output in outputs:
             _add(usage, output)
+            if output.finished and job.report.tells_prompt:
+                prompt = PromptReport.of(output)
+                for choice in choices[index * n : (index + 1) * n]:
+                    choice.prompt = prompt
             for one in output.outputs:
                 _check_failure(one, output.error)
                 choice = choices[index * n + one.index]
                 choice.text.append(one.text)
+                tokens = _tokens(job.report, one, output)
+                if tokens is not None:
+                    choice.tokens.extend(tokens)
                 choice.finish_reason = one.finish_reason
                 choice.stop_reason = one.stop_reason
                 choice.cumulative_logprob = one.cumulative_logprob

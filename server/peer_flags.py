@@ -16,7 +16,7 @@ _NO_GRAMMAR = "answers cannot be constrained to a grammar"
 _NO_COMPILE = "steps run as they are, nothing is compiled or captured"
 _NO_TRANSFER = "KV blocks stay in this process"
 _SWAP = "host memory for KV blocks is given by --swap-space"
-_NO_LOGPROBS = "log-probabilities are not returned"
+_RAW_LOGPROBS = "log-probabilities are the model's own, before penalties, bias and filters"
 _FORMAT = "the format follows from the model's files, safetensors or GGUF"
 _LOCAL = "models are local files; fetch them first and pass the path"
 _PROXY = "put a reverse proxy in front for this"
@@ -40,8 +40,7 @@ PEER_FLAGS: dict[str, str] = {
     "--load-format": _FORMAT,
     "--safetensors-load-strategy": _FORMAT,
     "--enforce-eager": _NO_COMPILE,
-    "--max-logprobs": _NO_LOGPROBS,
-    "--logprobs-mode": _NO_LOGPROBS,
+    "--logprobs-mode": _RAW_LOGPROBS,
     "--task": "octavo generates text only",
     "--runner": "octavo generates text only",
     # cache
@@ -129,7 +128,7 @@ PEER_FLAGS: dict[str, str] = {
     "--disable-log-requests": _SILENT,
     "--enable-log-outputs": _SILENT,
     "--max-log-len": _SILENT,
-    "--return-tokens-as-token-ids": _NO_LOGPROBS,
+    "--return-tokens-as-token-ids": _IN_BODY + ", by return_tokens_as_token_ids",
     "--response-role": "answers have the role assistant",
     "--sse-keep-alive-interval": "idle streams carry no comments",
     "--enable-tokenizer-info-endpoint": "there is no such route",

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ..engine.api import Prompt, TextPrompt, TokensPrompt
 from ..engine.errors import InvalidRequestError
+from .schemas import GenerationFields
 
 MAX_PROMPTS = 1024
+
+
+class Truncation(NamedTuple):
+    """What becomes of prompts that are longer than wanted."""
+
+    max_tokens: int | None = None  # None: they stay as they are; -1: room is left for output
+    keeps_start: bool = False
+
+
+AS_IT_IS = Truncation()
+
+
+def truncation(body: GenerationFields) -> Truncation:
+    """What a request says of long prompts; without a side their end is kept."""
+    return Truncation(body.truncate_prompt_tokens, body.truncation_side == "right")
 
 
 def parse_prompts(prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:

@@ -14,12 +14,13 @@ from .chat_messages import chat_prompt
 from .context import Context
 from .fields import check_lengths, check_supported
 from .generation import Job, answer, request_id
+from .prompts import truncation
+from .reports import chat_report
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
 from .wire import ChatWire
 
-# The template writes the special tokens of a chat.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 
 
 def chat_router(context: Context) -> APIRouter:
@@ -37,17 +38,22 @@ def chat_router(context: Context) -> APIRouter:
         body = parse(ChatCompletionRequest, raw)
         context.unknown_fields.notice(raw, {*ChatCompletionRequest.model_fields, *_NEUTRAL})
         context.check_model(body.model)
-        prompt = chat_prompt(body)
+        prompt, info = chat_prompt(body), context.engine.info
+        report = chat_report(body, info.max_logprobs)
         job = Job(
             name=request_id(request),
             prompts=[prompt],
-            sampling=sampling_params(body, context.engine.info.default_sampling, max_tokens=None),
+            sampling=sampling_params(body, info.default_sampling, report, max_tokens=None),
             is_streamed=bool(body.stream),
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
             cache_salt=body.cache_salt,
+            report=report,
+            truncation=truncation(body),
         )
-        wire = ChatWire(f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage)
+        wire = ChatWire(
+            f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report
+        )
         return await answer(context, request, job, wire)
 
     return router

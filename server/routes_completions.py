@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,12 +13,14 @@ from .body import read_json
 from .context import Context
 from .fields import check_lengths, check_supported
 from .generation import Job, answer, request_id
-from .prompts import parse_prompts
+from .prompts import parse_prompts, truncation
+from .reports import completion_report
 from .sampling import sampling_params
 from .schemas import CompletionRequest, body_schema, parse
 from .wire import CompletionWire
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"top_logprobs": (0,)}
 
 
 def completions_router(context: Context) -> APIRouter:
@@ -31,24 +34,28 @@ def completions_router(context: Context) -> APIRouter:
         context.check_accepting()
         raw = await read_json(request)
         check_lengths(raw)
-        check_supported(raw)
+        check_supported(raw, _NEUTRAL)
         body = parse(CompletionRequest, raw)
-        context.unknown_fields.notice(raw, CompletionRequest.model_fields)
+        context.unknown_fields.notice(raw, {*CompletionRequest.model_fields, *_NEUTRAL})
         context.check_model(body.model)
         prompts = parse_prompts(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
-        defaults = context.engine.info.default_sampling
+        defaults, report = context.engine.info.default_sampling, completion_report(body)
         job = Job(
             name=request_id(request),
             prompts=prompts,
-            sampling=sampling_params(body, defaults, max_tokens=DEFAULT_MAX_TOKENS),
+            sampling=sampling_params(body, defaults, report, max_tokens=DEFAULT_MAX_TOKENS),
             is_streamed=bool(body.stream),
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
             cache_salt=body.cache_salt,
+            report=report,
+            truncation=truncation(body),
         )
-        wire = CompletionWire(f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage)
+        wire = CompletionWire(
+            f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report
+        )
         return await answer(context, request, job, wire)
 
     return router

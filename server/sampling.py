@@ -12,6 +12,7 @@ from typing import Any
 
 from ..engine.api import SamplingParams
 from ..engine.errors import InvalidRequestError
+from .reports import Report
 from .schemas import GenerationFields
 
 _FIELDS = (
@@ -34,19 +35,26 @@ _FIELDS = (
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
 )
 _DRAWING = ("temperature", "top_p", "top_k", "min_p")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 def sampling_params(
-    body: GenerationFields, defaults: Mapping[str, Any], *, max_tokens: int | None
+    body: GenerationFields,
+    defaults: Mapping[str, Any],
+    report: Report,
+    *,
+    max_tokens: int | None,
 ) -> SamplingParams:
     """Translate ``body``.
 
     Args:
         body: The checked request.
         defaults: The model's own, by field name.
+        report: What is told of the tokens.
         max_tokens: The route's default; ``None`` is the rest of the window.
 
     Raises:
@@ -56,21 +64,26 @@ def sampling_params(
         defaults = {name: value for name, value in defaults.items() if name not in _DRAWING}
     values = {name: defaults[name] for name in _FIELDS if defaults.get(name) is not None}
     values |= {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
-    limit = _max_tokens(body)
+    looks_at_prompt = report.has_echo or report.num_prompt_top is not None
+    limit = _max_tokens(body, least=0 if looks_at_prompt else 1)
     return SamplingParams(
         max_tokens=defaults.get("max_tokens", max_tokens) if limit is None else limit,
+        logprobs=report.num_top,
+        prompt_logprobs=report.num_scored_top,
         logit_bias=_logit_bias(body.logit_bias),
         **values,
     )
 
 
-def _max_tokens(body: GenerationFields) -> int | None:
-    """What the client asks for. 0 would only make sense with an echoed prompt."""
+def _max_tokens(body: GenerationFields, *, least: int) -> int | None:
+    """What the client asks for. 0 only makes sense with an echoed or scored prompt."""
     for name in ("max_completion_tokens", "max_tokens"):
         value: int | None = getattr(body, name)
         if value is not None:
-            if value < 1:
-                raise InvalidRequestError(f"{name} must be at least 1, got {value}.", param=name)
+            if value < least:
+                raise InvalidRequestError(
+                    f"{name} must be at least {least}, got {value}.", param=name
+                )
             return value
     return None
 

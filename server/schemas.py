@@ -38,6 +38,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _off_as_none(value: Any) -> Any:
+    return None if value is False else value
+
+
 StopStrings = Annotated[
     list[str],
     BeforeValidator(_as_list),
@@ -91,6 +95,16 @@ class GenerationFields(Wire):
     logit_bias: dict[str, Any] | None = Field(
         None, description="Token id, as a plain decimal, to a number in [-100, 100]."
     )
+    allowed_token_ids: list[Int64] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Int64 | None = Field(
+        None,
+        description="A longer prompt is cut to so many tokens; -1: to what leaves room for output.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where the cut prompt loses its tokens."
+    )
+    add_special_tokens: bool | None = None
     n: Int64 | None = Field(None, description="Choices for each prompt.")
     best_of: Int64 | None = Field(
         None, description="Sequences to choose the n best from; with use_beam_search, the width."
@@ -98,6 +112,13 @@ class GenerationFields(Wire):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping = None
+    prompt_logprobs: Int64 | None = Field(
+        None, description="Alternatives for each token of the prompt; 0: only the token's own."
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Log-probabilities name tokens token_id:N."
+    )
     cache_salt: str | None = Field(
         None, description="Cached blocks are shared only within one salt."
     )
@@ -117,7 +138,10 @@ class CompletionRequest(GenerationFields):
         Any,
         Field(description="A string, token ids, or a list of strings or of lists of token ids."),
     ] = None
-    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    logprobs: Annotated[Int64 | None, BeforeValidator(_off_as_none)] = Field(
+        None, description="Alternatives for each token; 0: only the token's own."
+    )
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -127,6 +151,8 @@ class ChatCompletionRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int64 | None = Field(None, description="Alternatives; needs logprobs.")
 
 
 def parse(schema: type[Schema], body: Mapping[str, Any]) -> Schema:

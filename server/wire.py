@@ -14,7 +14,16 @@ from typing import Any
 
 import msgspec
 
-from ..engine.api import FinishReason
+from ..engine.api import FinishReason, RequestOutput
+from .reports import (
+    NOTHING,
+    PromptReport,
+    Report,
+    Tokens,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -46,6 +55,8 @@ class Choice:
     stop_reason: int | str | None = None
     is_ranked: bool = False  # by its log-probability, which it then carries
     cumulative_logprob: float | None = None
+    tokens: Tokens = field(default_factory=Tokens)
+    prompt: PromptReport | None = None  # where anything of it is wanted
 
 
 def event(data: bytes) -> bytes:
@@ -65,28 +76,46 @@ class Wire(ABC):
         response_id: The answer's id.
         model: The name it carries.
         has_usage: Whether chunks have a ``usage`` key (null but for the last).
+        report: What is told of the tokens.
     """
 
     object_name: str
     chunk_name: str
 
-    def __init__(self, response_id: str, model: str, *, has_usage: bool = False) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        *,
+        has_usage: bool = False,
+        report: Report = NOTHING,
+    ) -> None:
+        self.report = report
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
         opening = {"id": response_id, "object": self.chunk_name, **self._head}
         self._prefix = b"data: " + _encode(opening)[:-1] + b',"choices":['
-        self._suffix = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._suffix = b',"usage":null}\n\n' if has_usage else b"}\n\n"
 
     @abstractmethod
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_token_ids: list[int]) -> bytes:
         """The chunk that comes before a choice's first text; may be empty."""
 
     @abstractmethod
-    def delta(self, index: int, text: str) -> bytes:
-        """A chunk with more text."""
+    def prompt(self, index: int, output: RequestOutput) -> bytes:
+        """The chunk that says of the prompt what is wanted, where ``opening`` cannot; may be empty."""
+
+    @abstractmethod
+    def delta(self, index: int, text: str, tokens: Tokens | None = None) -> bytes:
+        """A chunk with more text, and the tokens of which it is the last part."""
 
     @abstractmethod
     def closing(
-        self, index: int, text: str, reason: FinishReason, stop_reason: int | str | None
+        self,
+        index: int,
+        text: str,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        tokens: Tokens | None = None,
     ) -> bytes:
         """The chunk or chunks with the last text and why it ended."""
 
@@ -110,8 +139,27 @@ class Wire(ABC):
             "usage": usage.as_dict(),
         }
 
-    def _chunk(self, *parts: bytes) -> bytes:
-        return b"".join((self._prefix, *parts, self._suffix))
+    def _chunk(self, *parts: bytes, more: bytes = b"") -> bytes:
+        """
+        Args:
+            more: fields beside the choices.
+        """
+        return b"".join((self._prefix, *parts, b"]", more, self._suffix))
+
+    def _ids(self, tokens: Tokens | None) -> dict[str, list[int]]:
+        """The field for a choice's token ids, where they are wanted."""
+        if not self.report.has_token_ids:
+            return {}
+        return {"token_ids": [] if tokens is None else tokens.ids}
+
+    def _prompt_fields(self, prompt: PromptReport | None) -> dict[str, Any]:
+        """The fields for ids and log-probabilities of a prompt, where they are wanted."""
+        fields: dict[str, Any] = {}
+        if prompt is not None and self.report.num_prompt_top is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(prompt.tokens.entries, self.report)
+        if prompt is not None and self.report.has_token_ids:
+            fields["prompt_token_ids"] = prompt.tokens.ids
+        return fields
 
 
 def _extension(choice: Choice) -> dict[str, Any]:
@@ -123,25 +171,63 @@ class CompletionWire(Wire):
 
     object_name = chunk_name = "text_completion"
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_token_ids: list[int]) -> bytes:
         return b""
 
-    def delta(self, index: int, text: str) -> bytes:
+    def prompt(self, index: int, output: RequestOutput) -> bytes:
+        report = self.report
+        if not report.has_echo and not report.has_token_ids:
+            return b""
+        prompt = PromptReport.of(output)
+        echo, tokens = (prompt.text, prompt.tokens) if report.has_echo else ("", None)
+        shape = self._shape(index, echo, tokens, None, None)
+        own: dict[str, Any] = {"token_ids": []} if report.has_token_ids else {}
+        return self._chunk(_encode({**shape, **own, **self._prompt_fields(prompt)}))
+
+    def delta(self, index: int, text: str, tokens: Tokens | None = None) -> bytes:
+        if tokens is not None:
+            shape = self._shape(index, text, tokens, None, None)
+            return self._chunk(_encode({**shape, **self._ids(tokens)}))
         end = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
         return self._chunk(b'{"index":%d,"text":' % index, _encode(text), end)
 
     def closing(
-        self, index: int, text: str, reason: FinishReason, stop_reason: int | str | None
+        self,
+        index: int,
+        text: str,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        tokens: Tokens | None = None,
     ) -> bytes:
-        return self._chunk(_encode(self.choice(index, Choice([text], reason, stop_reason))))
+        last = self._shape(index, text, tokens, reason, stop_reason)
+        return self._chunk(_encode({**last, **self._ids(tokens)}))
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text, tokens, prompt = "".join(choice.text), choice.tokens, choice.prompt
+        if prompt is not None and self.report.has_echo:
+            text = prompt.text + text
+            both = Tokens([*prompt.tokens.ids], None, [*prompt.tokens.offsets], prompt.tokens.first)
+            both.entries = prompt.tokens.entries and [*prompt.tokens.entries]
+            both.extend(tokens)
+            shape = self._shape(index, text, both, choice.finish_reason, choice.stop_reason)
+        else:
+            shape = self._shape(index, text, tokens, choice.finish_reason, choice.stop_reason)
+        return {**shape, **self._ids(tokens), **self._prompt_fields(prompt)}
+
+    def _shape(
+        self,
+        index: int,
+        text: str,
+        tokens: Tokens | None,
+        reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> dict[str, Any]:
         return {
             "index": index,
-            "text": "".join(choice.text),
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "text": text,
+            "logprobs": completion_logprobs(tokens, self.report),
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
         }
 
 
@@ -152,16 +238,35 @@ class ChatWire(Wire):
     chunk_name = "chat.completion.chunk"
     _OPEN_END = b',"logprobs":null,"finish_reason":null}'
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_token_ids: list[int]) -> bytes:
         start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % index
-        return self._chunk(start, self._OPEN_END)
+        more = b""
+        if self.report.has_token_ids:
+            more = b',"prompt_token_ids":' + _encode(prompt_token_ids)
+        return self._chunk(start, self._OPEN_END, more=more)
 
-    def delta(self, index: int, text: str) -> bytes:
+    def prompt(self, index: int, output: RequestOutput) -> bytes:
+        return b""
+
+    def delta(self, index: int, text: str, tokens: Tokens | None = None) -> bytes:
+        if tokens is not None:
+            shape = {
+                "index": index,
+                "delta": {"content": text},
+                "logprobs": chat_logprobs(tokens, self.report),
+                "finish_reason": None,
+            }
+            return self._chunk(_encode({**shape, **self._ids(tokens)}))
         start = b'{"index":%d,"delta":{"content":' % index
         return self._chunk(start, _encode(text), b"}", self._OPEN_END)
 
     def closing(
-        self, index: int, text: str, reason: FinishReason, stop_reason: int | str | None
+        self,
+        index: int,
+        text: str,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        tokens: Tokens | None = None,
     ) -> bytes:
         last = {
             "index": index,
@@ -170,14 +275,19 @@ class ChatWire(Wire):
             "finish_reason": reason,
             "stop_reason": stop_reason,
         }
-        return (self.delta(index, text) if text else b"") + self._chunk(_encode(last))
+        before = self.delta(index, text, tokens) if text or tokens else b""
+        return before + self._chunk(_encode(last))
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
         return {
             "index": index,
             "message": message,
-            "logprobs": None,
+            "logprobs": chat_logprobs(choice.tokens, self.report),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **self._ids(choice.tokens),
         }
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        return super().whole(choices, usage) | self._prompt_fields(choices[0].prompt)

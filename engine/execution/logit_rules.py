@@ -1,12 +1,13 @@
 """What a row's sampling parameters ask of its logits before a token is drawn.
 
-Penalties, then logit bias, then the mask that keeps end and stop ids away until ``min_tokens``. State
+Penalties, then logit bias, then the masks: allowed ids, bad words, and end and stop ids until ``min_tokens``. State
 is kept per row and only for rows that need it, and grows by what each step adds: nothing here touches
 the whole vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,16 +72,36 @@ class LogitRules:
         self.bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
         self.bias_values = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
         self.masked_ids = np.array(sorted(end_ids), dtype=np.int64)
+        self.allowed_ids: NDArray[np.int64] | None = None
+        if sampling.allowed_token_ids is not None:
+            self.allowed_ids = np.unique(np.array(sampling.allowed_token_ids, dtype=np.int64))
+        num_before = max(map(len, sampling.bad_word_ids), default=1) - 1
+        self._recent: deque[int] = deque(
+            output_ids[len(output_ids) - num_before :].tolist() if num_before else (), num_before
+        )
 
     def append(self, token_id: int) -> None:
         """Take note of one more output token."""
         if self.token_counts is not None:
             self.token_counts.add(token_id)
+        self._recent.append(token_id)
+
+    def bad_ids(self) -> NDArray[np.int64]:
+        """``[num_ids]``, tokens that would complete a bad word in the output."""
+        recent = tuple(self._recent)
+        found = [
+            last
+            for *before, last in self.sampling.bad_word_ids
+            if not before or recent[-len(before) :] == tuple(before)
+        ]
+        return np.array(found, dtype=np.int64)
 
 
 def needs_rules(sampling: SamplingParams) -> bool:
     """Whether a row's logits are changed before temperature and filters."""
-    return bool(sampling.has_penalties or sampling.logit_bias or sampling.min_tokens)
+    return bool(
+        sampling.has_penalties or sampling.logit_bias or sampling.min_tokens or sampling.has_masks
+    )
 
 
 class RuledRow(NamedTuple):
@@ -99,9 +120,22 @@ def apply_rules(logits: Tensor, ruled: Sequence[RuledRow]) -> None:
         place = _places([(r.row, r.rules.bias_ids) for r in biased], logits.device)
         values = np.concatenate([r.rules.bias_values for r in biased])
         logits[place] += to_device(values, logits.device)
+    for r in ruled:
+        if r.rules.allowed_ids is not None:
+            _keep_only(logits[r.row], to_device(r.rules.allowed_ids, logits.device))
+    bad = [(r.row, r.rules.bad_ids()) for r in ruled if r.rules.sampling.bad_word_ids]
+    if bad:
+        logits[_places(bad, logits.device)] = -torch.inf
     masked = [r for r in ruled if r.num_outputs < r.rules.sampling.min_tokens]
     if masked:
         logits[_places([(r.row, r.rules.masked_ids) for r in masked], logits.device)] = -torch.inf
+
+
+def _keep_only(row: Tensor, ids: Tensor) -> None:
+    """Leave ``ids [num_ids]`` of ``row [vocab_size]`` and mask the others, in place."""
+    kept = row[ids]
+    row.fill_(-torch.inf)
+    row[ids] = kept
 
 
 def _penalise(logits: Tensor, ruled: Sequence[RuledRow]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from ..step import ExecutorRates, RowResult, ScheduledRow, StepHandle, StepPlan,
 from .errors import ExecutionError
 from .host_tier import HostTier
 from .inputs import StepInputs, build_inputs
+from .prompt_scores import ScoredRow, score_rows
 from .rows import RowTable
-from .sampler import SampledRow, Sampler
+from .sampler import NONFINITE, SampledRow, Sampler
 from .transfer import Transfer
 from .warm_up import (
     MAX_SWAPPED_BLOCKS,
@@ -95,8 +97,8 @@ class ModelRunner:
         with torch.inference_mode():
             swap_s = self._swap_blocks(plan)
             self._copy_blocks(plan)
-            logits = self._forward(plan.rows) if plan.rows else None
-        self._pending = _Step(self, plan, logits, swap_s)
+            computed = self._forward(plan.rows) if plan.rows else _NOTHING
+        self._pending = _Step(self, plan, computed, swap_s)
         return self._pending
 
     def warm_up(self, max_num_batched_tokens: int, num_rows: int = 1) -> ExecutorRates:
@@ -151,12 +153,15 @@ class ModelRunner:
         seconds = self.submit(step).result().swap_s
         return len(step.block_swaps) * self._block_bytes / seconds
 
-    def _forward(self, rows: tuple[ScheduledRow, ...]) -> Tensor | None:
-        """Compute all rows; logits ``[num_sampled_rows, vocab_size]`` float32, if any row wants."""
+    def _forward(self, rows: tuple[ScheduledRow, ...]) -> _Computed:
+        """Compute all rows, and what they want of the results."""
         inputs = build_inputs(rows, self._table, self._transfer)
         hidden = self._forward_step(inputs.token_ids, inputs.positions, inputs.metadata)
-        wanted = self._wanted_tokens(rows, inputs)
-        return None if wanted is None else self._model.logits(hidden.index_select(0, wanted))
+        wanted, scored = self._wanted_tokens(rows, inputs), self._scored_tokens(rows, inputs)
+        return _Computed(
+            None if wanted is None else self._model.logits(hidden.index_select(0, wanted)),
+            None if scored is None else hidden.index_select(0, scored),
+        )
 
     def _wanted_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
         sampled = [index for index, row in enumerate(rows) if _wants_logits(row)]
@@ -167,6 +172,21 @@ class ModelRunner:
             if row.start + row.num_tokens != known:
                 raise ExecutionError(f"sequence {row.seq_id} is sampled before its last token")
         return self._transfer.upload(inputs.last_tokens[sampled])[0]
+
+    def _scored_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
+        """Flat indices of the tokens before those whose log-probabilities are wanted."""
+        wanted = []
+        for index, row in enumerate(rows):
+            if not row.num_scored:
+                continue
+            place, end = self._table.place_of(row.seq_id), row.start + row.num_tokens
+            last = row.first_scored + row.num_scored - 1
+            num_prompt = self._table.columns["num_prompt_tokens"][place]
+            if not row.start < row.first_scored <= last <= min(end, num_prompt - 1):
+                raise ExecutionError(f"sequence {row.seq_id} is scored outside its row and prompt")
+            before = inputs.last_tokens[index] - (end - row.first_scored)
+            wanted.append(np.arange(before, before + row.num_scored))
+        return self._transfer.upload(np.concatenate(wanted))[0] if wanted else None
 
     def _swap_blocks(self, plan: StepPlan) -> Callable[[], float] | None:
         """Execute the swaps; what they returned of their time, if there are any."""
@@ -186,11 +206,13 @@ class ModelRunner:
         self._ops.copy_blocks(self._kv_caches, src, dst)
 
     def _finish(
-        self, plan: StepPlan, logits: Tensor | None, swap_s: Callable[[], float] | None
+        self, plan: StepPlan, computed: _Computed, swap_s: Callable[[], float] | None
     ) -> StepResult:
         """Draw a step's tokens and append the first sample of each row to it."""
         self._pending = None
-        results = () if logits is None else self._sample(plan.rows, logits)
+        results = () if computed.logits is None else self._sample(plan.rows, computed.logits)
+        if computed.scored is not None:
+            results = self._with_scores(plan.rows, results, computed.scored)
         return StepResult(plan.step_id, results, 0.0 if swap_s is None else swap_s())
 
     def _sample(self, plan_rows: tuple[ScheduledRow, ...], logits: Tensor) -> tuple[RowResult, ...]:
@@ -208,6 +230,42 @@ class ModelRunner:
                 self._table.append(row.place, result.token_ids[:1])
         return tuple(results)
 
+    def _with_scores(
+        self,
+        plan_rows: tuple[ScheduledRow, ...],
+        results: tuple[RowResult, ...],
+        hidden: Tensor,  # [num_scored, hidden_size]
+    ) -> tuple[RowResult, ...]:
+        """The rows' results with the log-probabilities of prompt tokens, in the plan's order."""
+        scored = [self._scored_row(row) for row in plan_rows if row.num_scored]
+        with torch.inference_mode():
+            found = score_rows(self._model.logits, hidden, scored)
+        by_seq_id = {result.seq_id: result for result in results}
+        for row, logprobs in zip(scored, found, strict=True):
+            result = by_seq_id.get(row.seq_id, RowResult(row.seq_id, ()))
+            if logprobs is None:
+                result = RowResult(row.seq_id, (), error=NONFINITE)
+            elif result.error is None:
+                result = result._replace(prompt_logprobs=logprobs)
+            by_seq_id[row.seq_id] = result
+        return tuple(by_seq_id[row.seq_id] for row in plan_rows if row.seq_id in by_seq_id)
+
+    def _scored_row(self, row: ScheduledRow) -> ScoredRow:
+        place = self._table.place_of(row.seq_id)
+        token_ids = self._table.tokens[place, row.first_scored : row.first_scored + row.num_scored]
+        num_top = self._table.sampling[place].prompt_logprobs or 0
+        return ScoredRow(row.seq_id, token_ids.tolist(), num_top)
+
+
+class _Computed(NamedTuple):
+    """What is kept of a step's forward pass."""
+
+    logits: Tensor | None  # [num_sampled_rows, vocab_size] float32, if any row wants
+    scored: Tensor | None  # [num_scored_tokens, hidden_size], of the tokens before the scored ones
+
+
+_NOTHING = _Computed(None, None)
+
 
 class _Step:
     """Implements :class:`~octavo.engine.step.StepHandle`."""
@@ -216,19 +274,19 @@ class _Step:
         self,
         runner: ModelRunner,
         plan: StepPlan,
-        logits: Tensor | None,
+        computed: _Computed,
         swap_s: Callable[[], float] | None,
     ) -> None:
         self._runner = runner
         self._plan = plan
-        self._logits = logits
+        self._computed = computed
         self._swap_s = swap_s
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         if self._result is None:
-            self._result = self._runner._finish(self._plan, self._logits, self._swap_s)
-            self._logits = None
+            self._result = self._runner._finish(self._plan, self._computed, self._swap_s)
+            self._computed = _NOTHING
         return self._result
 
 
@@ -251,7 +309,5 @@ def _refuse_unsupported(plan: StepPlan) -> None:
         if row.num_samples and row.num_candidates:
             raise ExecutionError(f"sequence {row.seq_id} wants samples and candidates")
     for new in plan.new_rows:
-        sampling = new.sampling
-        for name in ("prompt_logprobs", "allowed_token_ids", "bad_words"):
-            if getattr(sampling, name) not in (None, ()):
-                raise ExecutionError(f"sequence {new.seq_id} wants {name}, which is not offered")
+        if new.sampling.bad_words and not new.sampling.bad_word_ids:
+            raise ExecutionError(f"sequence {new.seq_id} has bad words without their tokens")

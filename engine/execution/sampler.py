@@ -23,7 +23,7 @@ from .rows import RowTable
 from .transfer import Transfer, to_device
 
 NONFINITE = "the model's logits are not finite"
-NOTHING_LEFT = "penalties, bias and min_tokens leave no token that could be drawn"
+NOTHING_LEFT = "penalties, bias, masks and min_tokens leave no token that could be drawn"
 
 
 class SampledRow(NamedTuple):

@@ -110,7 +110,7 @@ class PrefixCache:
     ) -> PrefixMatch:
         """Add the block that agrees longest in its first tokens; the last token is left to compute."""
         found = match.num_tokens
-        rest = token_ids[found : min(num_tokens - 1, found + self._block_size)]
+        rest = token_ids[found : max(found, min(num_tokens - 1, found + self._block_size))]
         if len(rest) < MIN_INSIDE_TOKENS:
             return match
         best_id, most = None, MIN_INSIDE_TOKENS - 1

@@ -3,6 +3,8 @@
 A waiting request is admitted when a seat is free for each of its sequences and all blocks that its tokens
 need fit above the watermark, less what the prefix cache has of them, counting what running requests are
 still owed. While nothing runs there is no watermark. The head of the queue is never overtaken.
+
+A request that wants its prompt's log-probabilities uses the prefix cache only up to what is known of them.
 """
 
 from __future__ import annotations
@@ -102,6 +104,8 @@ class Admitter:
 
     def _match(self, sequence: Sequence, *, is_back: bool) -> PrefixMatch:
         num_tokens = self._num_wanted(sequence, is_back=is_back)
+        if sequence.request.is_unscored:  # the token before the next one to score is computed
+            num_tokens = min(num_tokens, sequence.request.num_scored_tokens - 1)
         num_swapped = min(sequence.num_swapped_tokens, num_tokens)
         return self._memory.match(sequence.chain, sequence.token_ids, num_tokens, num_swapped)
 
@@ -141,7 +145,7 @@ class Admitter:
         self._table.release_host_blocks(request)
 
     def _count_hits(self, request: Request, match: PrefixMatch) -> None:
-        if not self._memory.enable_prefix_caching:
+        if not self._memory.enable_prefix_caching or request.is_unscored:
             return
         num_prompt_tokens, counters = len(request.new.prompt_token_ids), self._counters
         num_hits = min(match.num_tokens, num_prompt_tokens - 1)

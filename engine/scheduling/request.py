@@ -46,6 +46,7 @@ class SequenceUpdate(NamedTuple):
     error: str | None = None
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; with the first token
     cumulative_logprob: float | None = None  # of a whole hypothesis of a beam search
+    prompt_logprobs: tuple[SampleLogprobs, ...] | None = None  # of the request's next prompt tokens
 
 
 class SequenceStatus(Enum):
@@ -139,6 +140,7 @@ class Request:
         "num_cached_tokens",
         "num_counted_prompt_tokens",
         "num_preemptions",
+        "num_scored_tokens",
         "pending",
         "request_id",
         "scheduled_time",
@@ -165,12 +167,20 @@ class Request:
         self.host_block_ids: list[int] = []  # that hold what was swapped out
         self.num_cached_tokens = 0
         self.num_counted_prompt_tokens = 0  # of the prompt, by the counters
+        # Of the prompt: their log-probabilities are known, or not wanted. The first has none.
+        has_scores = sampling.prompt_logprobs is not None
+        self.num_scored_tokens = 1 if has_scores else len(new.prompt_token_ids)
         self.num_preemptions = 0
         self.scheduled_time: float | None = None
 
     @property
     def is_running(self) -> bool:
         return any(s.status is SequenceStatus.RUNNING for s in self.sequences)
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether prompt tokens' log-probabilities are wanted that are not known yet."""
+        return self.num_scored_tokens < len(self.new.prompt_token_ids)
 
     @property
     def unfinished(self) -> list[Sequence]:

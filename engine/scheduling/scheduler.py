@@ -41,7 +41,7 @@ from .request import NewRequest, Request, Sequence, SequenceStatus, SequenceUpda
 from .request_table import RequestTable
 from .snapshot import kv_snapshot
 from .step_draft import StepDraft
-from .updates import appended, failed
+from .updates import appended, failed, scored, unsampled
 
 
 class Scheduler:
@@ -198,13 +198,15 @@ class Scheduler:
         if result.step_id != plan.step_id:
             raise SchedulingError(f"step {plan.step_id} got the result of step {result.step_id}")
         self.memory.commit()
-        num_prefill_tokens = self._advance(plan)
+        num_prefill_tokens, complete = self._advance(plan)
         self._count(plan)
         updates: list[SequenceUpdate] = []
         for row in result.rows:
             sequence = self._table.by_seq_id.get(row.seq_id)
             if sequence is not None:
                 updates += self._take(sequence, row)
+        if complete:
+            updates += _unsampled(complete, updates)
         if self._table.groups:
             self._fork_pending(plan)
         finished = [update for update in updates if update.finish_reason is not None]
@@ -237,9 +239,14 @@ class Scheduler:
                 sequence.num_computed_tokens = sequence.live_blocks.num_tokens
         self._table.replace_running([leader], [leader, *children])
 
-    def _advance(self, plan: StepPlan) -> int:
-        """Note the plan's rows as computed; return how many of their tokens were prefill."""
+    def _advance(self, plan: StepPlan) -> tuple[int, list[Sequence]]:
+        """Note the plan's rows as computed.
+
+        Returns:
+            How many of their tokens were prefill, and the sequences that are complete with their prompt.
+        """
         num_prefill_tokens = 0
+        complete: list[Sequence] = []
         for row in plan.rows:
             sequence = self._table.by_seq_id.get(row.seq_id)
             if sequence is None or sequence.blocks is None:
@@ -251,13 +258,15 @@ class Scheduler:
             if row.start < num_prompt_tokens:
                 if end >= num_prompt_tokens:
                     self.memory.publish_tail(sequence.blocks, sequence.token_ids)
+                    if sequence.max_num_tokens <= num_prompt_tokens:
+                        complete.append(sequence)
                 reached = min(end, num_prompt_tokens)
                 num_prefill_tokens += reached - row.start
                 fresh = reached - sequence.request.num_counted_prompt_tokens
                 if fresh > 0:
                     self.counters.num_prompt_tokens += fresh
                     sequence.request.num_counted_prompt_tokens = reached
-        return num_prefill_tokens
+        return num_prefill_tokens, complete
 
     def _count(self, plan: StepPlan) -> None:
         counters = self.counters
@@ -285,6 +294,10 @@ class Scheduler:
         if row.error is not None:
             return [failed(request, one.index, row.error) for one in drawn]
         updates = []
+        if row.prompt_logprobs:
+            updates.append(scored(sequence, row.prompt_logprobs))
+        if not row.token_ids:
+            return updates
         for one in drawn:
             sample = one.index - sequence.index
             logprobs = None if row.logprobs is None else row.logprobs[sample]
@@ -314,3 +327,14 @@ class Scheduler:
         """
         self.memory.check()
         self._table.check()
+
+
+def _unsampled(complete: list[Sequence], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+    """The ends of sequences without output, and of those that would fork from them."""
+    failed_ids = {update.request_id for update in updates if update.error is not None}
+    return [
+        unsampled(leader.request, one.index)
+        for leader in complete
+        if leader.request.request_id not in failed_ids
+        for one in leader.request.unfinished
+    ]

@@ -85,14 +85,19 @@ def _row(sequence: Sequence, blocks: SequenceBlocks, start: int, count: int) -> 
     request, tables = sequence.request, blocks.tables
     first_changed = blocks.first_changed_block
     blocks.first_changed_block = len(tables[0])
-    num_samples = 1 if start + count == len(sequence.token_ids) else 0
+    num_samples, end = 0, start + count
+    if end == len(sequence.token_ids) < sequence.max_num_tokens:
+        num_samples = 1
     num_candidates = 0
     if num_samples and request.beam_search is not None:
         num_samples, num_candidates = 0, request.beam_search.num_candidates
     elif num_samples and request.pending:
         num_samples += request.pending[-1].index - sequence.index  # sample i has seed + i
+    first_scored, num_scored = request.num_scored_tokens, 0
+    if first_scored < sequence.num_prompt_tokens:
+        num_scored = max(0, min(end + 1, sequence.num_prompt_tokens) - first_scored)
     unsent, num_unwritten = sequence.unsent_token_ids, sequence.num_unwritten_tokens
-    if not (unsent or num_candidates or num_unwritten):
+    if not (unsent or num_candidates or num_unwritten or num_scored):
         return ScheduledRow(sequence.seq_id, start, count, num_samples, tables, first_changed)
     sequence.unsent_token_ids, sequence.num_unwritten_tokens = [], 0
     return ScheduledRow(
@@ -105,4 +110,6 @@ def _row(sequence: Sequence, blocks: SequenceBlocks, start: int, count: int) -> 
         num_unwritten,
         tuple(unsent),
         num_candidates,
+        first_scored,
+        num_scored,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as AbstractSequence
+
 from ..api import FinishReason
 from ..step import SampleLogprobs
 from .beam_search import Hypothesis
@@ -18,6 +20,26 @@ def failed(request: Request, index: int, error: str) -> SequenceUpdate:
         scheduled_time=request.scheduled_time,
         num_preemptions=request.num_preemptions,
         error=error,
+    )
+
+
+def scored(sequence: Sequence, logprobs: AbstractSequence[SampleLogprobs]) -> SequenceUpdate:
+    """Log-probabilities of the request's next prompt tokens."""
+    request = sequence.request
+    request.num_scored_tokens += len(logprobs)
+    return SequenceUpdate(request.request_id, sequence.index, (), prompt_logprobs=tuple(logprobs))
+
+
+def unsampled(request: Request, index: int) -> SequenceUpdate:
+    """The end of a sequence that was to be no longer than its prompt."""
+    return SequenceUpdate(
+        request.request_id,
+        index,
+        (),
+        FinishReason.LENGTH,
+        scheduled_time=request.scheduled_time,
+        num_preemptions=request.num_preemptions,
+        num_cached_tokens=request.num_cached_tokens,
     )
 
 

@@ -11,6 +11,7 @@ import secrets
 from typing import NamedTuple
 
 from ..api import (
+    MAX_BAD_WORDS,
     ChatPrompt,
     EngineInfo,
     GenerationRequest,
@@ -36,6 +37,8 @@ class Admitted(NamedTuple):
     is_continuation: (
         bool  # the output goes on in the prompt's text; an answer in a chat begins anew
     )
+    echo: bool = False  # see GenerationRequest
+    aligns_tokens: bool = False  # see GenerationRequest
 
 
 class Admission:
@@ -67,16 +70,19 @@ class Admission:
         refuse_unsupported(request)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("logit_bias", tuple(sampling.logit_bias or ()))
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
         self._check_seats(sampling)
+        self._check_logprobs(sampling)
         _check_salt(request.cache_salt)
         text, prompt_token_ids = self._prompt(request)
-        max_tokens = self._max_tokens(len(prompt_token_ids), sampling)
+        max_tokens = self._max_tokens(len(prompt_token_ids), request)
         by_id = self._special_stops(sampling)
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
         resolved = sampling.with_changes(
             max_tokens=max_tokens,
             min_tokens=min(sampling.min_tokens, max_tokens),
             stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *by_id))),
+            bad_word_ids=self._bad_word_ids(sampling),
         )
         new = NewRequest(
             request.request_id,
@@ -88,7 +94,17 @@ class Admission:
             request.cache_salt,
             request.resume,
         )
-        return Admitted(new, text, by_id, not isinstance(request.prompt, ChatPrompt))
+        is_cut = request.max_prompt_tokens is not None
+        if request.echo and (text is None or is_cut):
+            text = self.tokenizer.decode(prompt_token_ids, sampling.skip_special_tokens)
+        return Admitted(
+            new,
+            text,
+            by_id,
+            not isinstance(request.prompt, ChatPrompt),
+            request.echo,
+            request.aligns_tokens or sampling.logprobs is not None,
+        )
 
     # --- prompt ----------------------------------------------------------------------------------
 
@@ -102,31 +118,49 @@ class Admission:
                     param="messages",
                 )
             text = self._chat_template.render(prompt)
-            return text, self._tokenise(text, False, "messages")
+            token_ids = self._tokenise(text, prompt.add_special_tokens, "messages", request)
+            return text, token_ids
         if isinstance(prompt, TextPrompt):
-            return prompt.text, self._tokenise(prompt.text, prompt.add_special_tokens, "prompt")
-        token_ids = list(prompt.token_ids)
+            text = prompt.text
+            return text, self._tokenise(text, prompt.add_special_tokens, "prompt", request)
+        token_ids = self._cut(list(prompt.token_ids), request)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
         self._check_length(len(token_ids), "prompt")
         self._check_ids("prompt", token_ids)
         return None, token_ids
 
-    def _tokenise(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    def _tokenise(
+        self, text: str, add_special_tokens: bool, param: str, request: GenerationRequest
+    ) -> list[int]:
         limit = self._info.max_model_len
         max_chars = limit * self.tokenizer.max_token_chars
-        if len(text) > max_chars:
+        if len(text) > max_chars and request.max_prompt_tokens is None:
             raise InvalidRequestError(
                 f"The prompt has {len(text)} characters; {limit} tokens, the model's maximum context "
                 f"length, cannot hold more than {max_chars}.",
                 param=param,
                 code="context_length_exceeded",
             )
-        token_ids = self.tokenizer.encode(text, add_special_tokens)
+        token_ids = self._cut(self.tokenizer.encode(text, add_special_tokens), request)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param=param)
         self._check_length(len(token_ids), param)
         return token_ids
+
+    def _cut(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
+        """The prompt's end, or its start, where it is longer than the request wants it."""
+        most, limit = request.max_prompt_tokens, self._info.max_model_len
+        if most is None:
+            return token_ids
+        if most != -1 and not 1 <= most <= limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1 or 1 to {limit}, got {most}.",
+                param="truncate_prompt_tokens",
+            )
+        if most == -1:
+            most = max(1, limit - max(1, request.sampling.max_tokens or 1))
+        return token_ids[:most] if request.keeps_prompt_start else token_ids[-most:]
 
     def _check_length(self, num_prompt_tokens: int, param: str) -> None:
         limit = self._info.max_model_len
@@ -157,14 +191,27 @@ class Admission:
                 param=param,
             )
 
+    def _check_logprobs(self, sampling: SamplingParams) -> None:
+        limit = self._info.max_logprobs
+        for param in ("logprobs", "prompt_logprobs"):
+            asked = getattr(sampling, param)
+            if asked is not None and limit != -1 and not 0 <= asked <= limit:
+                raise InvalidRequestError(
+                    f"{param} must be 0 to {limit} on this server (--max-logprobs), got {asked}.",
+                    param=param,
+                )
+
     # --- lengths ---------------------------------------------------------------------------------
 
-    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, request: GenerationRequest) -> int:
         """``max_tokens`` as a number: absent, all that fits; past the window, clamped to it."""
+        sampling = request.sampling
         asked, limit = sampling.max_tokens, self._info.max_model_len
-        if asked is not None and asked < 1:
+        if asked == 0 and not request.echo and sampling.prompt_logprobs is None:
             raise InvalidRequestError(
-                f"max_tokens must be at least 1, got {asked}.", param="max_tokens"
+                "max_tokens must be at least 1, got 0: only the prompt's log-probabilities or its echo "
+                "can be had without output.",
+                param="max_tokens",
             )
         if asked is not None and asked > limit:
             raise InvalidRequestError(
@@ -207,6 +254,19 @@ class Admission:
                 code="context_length_exceeded",
             )
 
+    def _bad_word_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each bad word, at the start of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in sampling.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        if len(found) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words can be written in {len(found)} ways; the limit is {MAX_BAD_WORDS}.",
+                param="bad_words",
+            )
+        return tuple(found)
+
     def _special_stops(self, sampling: SamplingParams) -> dict[int, str]:
         """Stop strings that are the text of one special token, which never shows in the text."""
         found = {self.tokenizer.special_token_id(text): text for text in sampling.stop}
@@ -233,12 +293,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     Raises:
         NotSupportedError: one is set to something other than its neutral value.
     """
-    sampling = request.sampling
     asked = {
-        "logprobs": sampling.logprobs is not None,
-        "prompt_logprobs": sampling.prompt_logprobs is not None,
-        "allowed_token_ids": sampling.allowed_token_ids is not None,
-        "bad_words": bool(sampling.bad_words),
         "priority": request.priority != 0,
         "resume": bool(request.resume),
     }

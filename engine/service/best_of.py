@@ -35,6 +35,9 @@ class BestOf:
         kept.cumulative_logprob = (kept.cumulative_logprob or 0.0) + total
         if delta.logprobs is not None:
             kept.logprobs = (kept.logprobs or []) + delta.logprobs
+        if delta.text_offsets is not None:
+            kept.text_offsets = (kept.text_offsets or []) + delta.text_offsets
+        kept.num_cut_tokens = delta.num_cut_tokens
         kept.finish_reason, kept.stop_reason = delta.finish_reason, delta.stop_reason
 
     def select(self) -> tuple[list[CompletionOutput], int]:

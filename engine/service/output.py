@@ -8,23 +8,27 @@ from __future__ import annotations
 from ..api import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from ..scheduling.request import SequenceUpdate
 from ..stats import RequestRecord, StatsSink
+from ..step import SampleLogprobs
 from ..text.detokenizer import Detokenizer
 from ..text.stop import StopMatcher
 from ..text.tokenizer import Tokenizer
 from .admission import Admitted
 from .best_of import BestOf
+from .token_text import TokenText, text_offsets
 
 
 class _SequenceState:
     """Text of one sequence, as far as it may be shown."""
 
     __slots__ = (
+        "cumulative_logprob",
         "detokenizer",
         "finish_reason",
         "last_token_time",
         "matcher",
         "min_tokens",
         "num_tokens",
+        "tokens",
     )
 
     def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
@@ -38,6 +42,9 @@ class _SequenceState:
             if sampling.detokenize
             else None
         )
+        self.tokens = (
+            TokenText(self.detokenizer) if self.detokenizer and admitted.aligns_tokens else None
+        )
         self.matcher = (
             StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
             if sampling.stop
@@ -45,19 +52,28 @@ class _SequenceState:
         )
         self.min_tokens = sampling.min_tokens
         self.num_tokens = 0
+        self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.last_token_time: float | None = None
 
-    def text_of(self, token_ids: tuple[int, ...], is_last: bool) -> tuple[str, str | None]:
+    def text_of(
+        self,
+        token_ids: tuple[int, ...],
+        is_last: bool,
+        logprobs: list[dict[int, Logprob]] | None = None,
+    ) -> tuple[str, str | None]:
         """Text that ``token_ids`` make final, and the stop string that it ends with, if any.
 
         Stop strings count from the first token after ``min_tokens``.
         """
         if self.detokenizer is None:
             return "", None
-        text = self.detokenizer.push(token_ids)
+        if self.tokens is None:
+            text = self.detokenizer.push(token_ids)
+        else:
+            text = self.tokens.push(token_ids, logprobs)
         if is_last:
-            text += self.detokenizer.finish()
+            text += self.detokenizer.finish() if self.tokens is None else self.tokens.finish()
         if self.matcher is None or self.num_tokens <= self.min_tokens:
             return text, None
         text, matched = self.matcher.push(text)
@@ -81,6 +97,12 @@ class RequestState:
         self._best_of = BestOf(sampling) if sampling.is_best_of else None
         self._num_cached_tokens = 0
         self._num_discarded_tokens = 0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self._prompt_text_offsets: list[int] | None = None
+        self._first_prompt_token = b""
+        if admitted.echo:
+            self._prompt_text_offsets = self._offsets(admitted)
+            self._first_prompt_token = tokenizer.token_bytes(self.prompt_token_ids[0])
         self._finish_reason: FinishReason | None = None  # of the best choice, with best_of
 
     @property
@@ -101,8 +123,11 @@ class RequestState:
             goes on with them. The delta is empty for a sequence that has ended before, and with
             ``best_of`` until the last sequence has.
         """
+        if update.prompt_logprobs is not None:
+            self._add_prompt_logprobs(update.prompt_logprobs)
         sequence = self._sequences[update.child_index]
-        if sequence.finish_reason is not None:
+        is_empty = not update.token_ids and update.finish_reason is None
+        if is_empty or sequence.finish_reason is not None:
             return self._output([], None), ()
         self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
         self._note_times(sequence, update, now, sink)
@@ -120,24 +145,38 @@ class RequestState:
         """What ``update`` adds to its sequence: text, and why it ends if it does."""
         sequence.num_tokens += len(update.token_ids)
         reason, stop_reason = update.finish_reason, None
-        shown = update.token_ids
+        shown, hidden = update.token_ids, update.token_ids[:0]
         if reason is FinishReason.STOP:
             stop_reason = self._stop_reason(update)
             if not self.admitted.new.sampling.include_stop_str_in_output:
-                shown = shown[:-1]
-        text, matched = sequence.text_of(shown, reason is not None)
+                shown, hidden = shown[:-1], shown[-1:]
+        logprobs = self._logprobs(update)
+        text, matched = sequence.text_of(shown, reason is not None, logprobs)
+        is_cut_id = bool(hidden) and isinstance(stop_reason, str)
         if matched is not None:
             reason, stop_reason = FinishReason.STOP, matched
         sequence.finish_reason = reason
-        return CompletionOutput(
+        output = CompletionOutput(
             update.child_index,
             text,
             list(update.token_ids),
-            update.cumulative_logprob,
-            self._logprobs(update),
+            self._cumulative_logprob(sequence, update),
+            logprobs,
             reason,
             stop_reason,
         )
+        if sequence.tokens is not None:
+            for token_id in hidden:
+                sequence.tokens.push_silent(token_id, logprobs[-1] if logprobs else None)
+            sequence.tokens.give(output, is_last=reason is not None, is_cut=matched is not None)
+            output.num_cut_tokens = output.num_cut_tokens or int(is_cut_id)
+        return output
+
+    def _cumulative_logprob(self, sequence: _SequenceState, update: SequenceUpdate) -> float | None:
+        if update.logprobs is None or self.admitted.new.sampling.logprobs is None:
+            return update.cumulative_logprob
+        sequence.cumulative_logprob += sum(sample.logprob for sample in update.logprobs)
+        return sequence.cumulative_logprob
 
     def abort(self) -> RequestOutput:
         """End every unfinished sequence; text held back is given out.
@@ -157,7 +196,10 @@ class RequestState:
             if sequence.finish_reason is None:
                 text, _ = sequence.text_of((), True)
                 sequence.finish_reason = reason
-                outputs.append(CompletionOutput(index, text, [], finish_reason=reason))
+                output = CompletionOutput(index, text, [], finish_reason=reason)
+                if sequence.tokens is not None:
+                    sequence.tokens.give(output, is_last=True, is_cut=False)
+                outputs.append(output)
         return outputs
 
     def _fail(
@@ -236,14 +278,33 @@ class RequestState:
             return None
         entries = []
         for token_id, sample in zip(update.token_ids, update.logprobs, strict=True):
-            entry = {token_id: self._logprob(token_id, sample.logprob, sample.rank)}
-            for rank, (other_id, logprob) in enumerate(sample.top, start=1):
-                entry.setdefault(other_id, self._logprob(other_id, logprob, rank))
-            entries.append(entry)
+            entries.append(self._entry(token_id, sample))
         return entries
 
+    def _add_prompt_logprobs(self, samples: tuple[SampleLogprobs, ...]) -> None:
+        first = len(self._prompt_logprobs)
+        token_ids = self.prompt_token_ids[first : first + len(samples)]
+        self._prompt_logprobs += map(self._entry, token_ids, samples)
+
+    def _entry(self, token_id: int, sample: SampleLogprobs) -> dict[int, Logprob]:
+        """A token's own log-probability, then the alternatives, most likely first."""
+        entry = {token_id: self._logprob(token_id, sample.logprob, sample.rank)}
+        for rank, (other_id, logprob) in enumerate(sample.top, start=1):
+            if other_id not in entry:
+                entry[other_id] = self._logprob(other_id, logprob, rank)
+        return entry
+
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob, rank, self._tokenizer.token_text(token_id))
+        tokenizer = self._tokenizer
+        return Logprob(
+            logprob, rank, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        )
+
+    def _offsets(self, admitted: Admitted) -> list[int]:
+        detokenizer = Detokenizer(
+            self._tokenizer, skip_special_tokens=admitted.new.sampling.skip_special_tokens
+        )
+        return text_offsets(detokenizer, self.prompt_token_ids, len(admitted.prompt or ""))
 
     def _output(self, outputs: list[CompletionOutput], error: str | None) -> RequestOutput:
         return RequestOutput(
@@ -254,9 +315,20 @@ class RequestState:
             self.is_finished,
             self._num_cached_tokens,
             self._num_discarded_tokens,
-            metrics=self.metrics,
-            error=error,
+            self._whole_prompt_logprobs,
+            self._prompt_text_offsets,
+            self._first_prompt_token,
+            self.metrics,
+            error,
         )
+
+    @property
+    def _whole_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Those of all prompt tokens, once they are known."""
+        if self.admitted.new.sampling.prompt_logprobs is None:
+            return None
+        is_whole = len(self._prompt_logprobs) == len(self.prompt_token_ids)
+        return self._prompt_logprobs if is_whole else None
 
 
 def merge(into: RequestOutput, new: RequestOutput) -> None:
@@ -271,6 +343,9 @@ def merge(into: RequestOutput, new: RequestOutput) -> None:
         earlier.token_ids += output.token_ids
         if output.logprobs:
             earlier.logprobs = (earlier.logprobs or []) + output.logprobs
+        if output.text_offsets:
+            earlier.text_offsets = (earlier.text_offsets or []) + output.text_offsets
+        earlier.num_cut_tokens = output.num_cut_tokens
         if output.cumulative_logprob is not None:
             earlier.cumulative_logprob = output.cumulative_logprob
         earlier.finish_reason = output.finish_reason
@@ -278,6 +353,7 @@ def merge(into: RequestOutput, new: RequestOutput) -> None:
     into.finished = new.finished
     into.num_cached_tokens = new.num_cached_tokens
     into.num_discarded_tokens = new.num_discarded_tokens
+    into.prompt_logprobs = new.prompt_logprobs
     into.error = new.error or into.error
 
 

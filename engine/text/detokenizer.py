@@ -50,6 +50,11 @@ class Detokenizer:
         """``push([token_id])``, a little faster."""
         return self._decode(self._pieces[token_id])
 
+    @property
+    def is_inside_character(self) -> bool:
+        """Whether bytes wait for the rest of their character."""
+        return bool(self._pending)
+
     def finish(self) -> str:
         """The rest: bytes that wait for a continuation which will not come become U+FFFD."""
         return self._decode(b"", final=True)

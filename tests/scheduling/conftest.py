@@ -15,7 +15,14 @@ from octavo.engine.memory.kv_cache_manager import KVCacheManager
 from octavo.engine.scheduling.limits import SchedulerLimits
 from octavo.engine.scheduling.request import NewRequest, SequenceUpdate
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.step import ExecutorRates, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.engine.step import (
+    ExecutorRates,
+    RowResult,
+    SampleLogprobs,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+)
 
 SLOW_COPIES = ExecutorRates(1.0, 1.0)
 VOCAB = 97
@@ -75,7 +82,9 @@ class FakeExecutor:
             self._write(row)
         for row in plan.rows:
             self._read(row)
-        sampled = [row for row in plan.rows if row.num_samples or row.num_candidates]
+        sampled = [
+            row for row in plan.rows if row.num_samples or row.num_candidates or row.num_scored
+        ]
         return StepResult(plan.step_id, tuple(self._sample(row) for row in sampled))
 
     def _swap(self, plan: StepPlan) -> None:
@@ -132,15 +141,25 @@ class FakeExecutor:
 
     def _sample(self, row: ScheduledRow) -> RowResult:
         tokens = self.rows[row.seq_id]
-        assert row.start + row.num_tokens == len(tokens)
         if row.seq_id in self.bad_seq_ids:
             return RowResult(row.seq_id, (), error="logits are not finite")
+        scores = self._score(row) if row.num_scored else None
+        if not row.num_samples and not row.num_candidates:
+            return RowResult(row.seq_id, (), prompt_logprobs=scores)
+        assert row.start + row.num_tokens == len(tokens)
         if row.num_candidates:
             return RowResult(row.seq_id, (), candidates=candidates(tokens, row.num_candidates))
         seed = self.seeds[row.seq_id]
         samples = [next_token(tokens, seed + i) for i in range(row.num_samples)]
         tokens.append(samples[0])
-        return RowResult(row.seq_id, samples)
+        return RowResult(row.seq_id, samples, prompt_logprobs=scores)
+
+    def _score(self, row: ScheduledRow) -> list[SampleLogprobs]:
+        """A made-up log-probability for each position; the token before it is computed in this row."""
+        positions = range(row.first_scored, row.first_scored + row.num_scored)
+        assert row.start <= positions[0] - 1
+        assert positions[-1] - 1 < row.start + row.num_tokens
+        return [SampleLogprobs(-float(position), 1, ()) for position in positions]
 
 
 class Bench:
@@ -185,6 +204,7 @@ class Bench:
         self.children: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[str, SequenceUpdate] = {}  # of the last sequence to end
         self.logprobs: dict[tuple[str, int], float] = {}  # of finished hypotheses
+        self.scores: dict[str, list[float]] = {}  # log-probabilities of prompt tokens
         self.failed: set[tuple[str, int]] = set()
         self.plans: list[StepPlan] = []
 
@@ -215,6 +235,9 @@ class Bench:
                 self.outputs[update.request_id] = self.children[key]
             if update.cumulative_logprob is not None:
                 self.logprobs[key] = update.cumulative_logprob
+            if update.prompt_logprobs is not None:
+                scores = self.scores.setdefault(update.request_id, [])
+                scores += [one.logprob for one in update.prompt_logprobs]
             if update.error is not None:
                 self.failed.add(key)
             if update.finish_reason is not None:

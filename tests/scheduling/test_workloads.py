@@ -37,6 +37,7 @@ class Asked(NamedTuple):
     follows: tuple[int, int, int] | None = None  # a turn after request, child, its first tokens
     failure: int | None = None  # its rows of this step are not finite
     resumed: tuple[int, ...] = ()  # tokens that each child has already; all of them: it is finished
+    is_scored: bool = False  # wants its prompt's log-probabilities
 
     def num_blocks(self, block_size: int) -> int:
         return num_blocks_needed(
@@ -79,7 +80,7 @@ def asked() -> st.SearchStrategy[Asked]:
     return st.builds(
         Asked,
         prompt=prompts(),
-        max_tokens=st.integers(1, 30),
+        max_tokens=st.integers(0, 30),
         arrival=st.integers(0, 20),
         abort=st.one_of(st.none(), st.none(), st.integers(0, 30)),
         n=st.integers(1, 4),
@@ -95,12 +96,13 @@ def asked() -> st.SearchStrategy[Asked]:
         resumed=st.one_of(
             st.just(()), st.lists(st.integers(1, 30), min_size=4, max_size=4).map(tuple)
         ),
+        is_scored=st.booleans(),
     )
 
 
 def num_resumed(one: Asked, index: int) -> int:
     """Tokens that a child of the request has when it is added: all children have some, or none has."""
-    if not one.resumed or one.is_beam_search or one.max_tokens == 1:
+    if not one.resumed or one.is_beam_search or one.max_tokens <= 1:
         return 0
     most = one.max_tokens if index else one.max_tokens - 1  # one child at least goes on
     return min(one.resumed[index], most)
@@ -124,7 +126,16 @@ def add(b: Any, request_id: str, one: Asked, expected: Expected) -> None:
         count = num_resumed(one, index)
         output = tuple(expected(one.prompt, count, index))
         resume.append(ResumedSequence(output, is_finished=count == one.max_tokens))
-    b.add(request_id, one.prompt, one.max_tokens, one.salt, tuple(resume), n=one.n)
+    scored = 0 if one.is_scored else None
+    b.add(
+        request_id,
+        one.prompt,
+        one.max_tokens,
+        one.salt,
+        tuple(resume),
+        n=one.n,
+        prompt_logprobs=scored,
+    )
 
 
 def step_with_failures(b: Any, request_ids: set[str]) -> None:
@@ -135,7 +146,8 @@ def step_with_failures(b: Any, request_ids: set[str]) -> None:
     b.step()
     b.executor.bad_seq_ids = set()
     for row in b.plans[-1].rows:
-        if row.seq_id not in running or not (row.num_samples or row.num_candidates):
+        has_result = row.num_samples or row.num_candidates or row.num_scored
+        if row.seq_id not in running or not has_result:
             continue
         sequence = running[row.seq_id]
         assert (sequence.request.request_id, sequence.index) in b.failed
@@ -196,6 +208,14 @@ def verify(b: Any, requests: Sequence[Asked], expected: Expected, beams: Any) ->
             is_cut = child is not None and child[0] % one.n == index and child[1] >= one.arrival
             if not is_cut and not is_aborted:
                 assert got == whole
+                assert (str(i), index) in b.children or num_resumed(one, index)
+        _verify_scores(b.scores.get(str(i), []), one, is_whole=bool(b.children.get((str(i), 0))))
+
+
+def _verify_scores(scores: list[float], one: Asked, *, is_whole: bool) -> None:
+    """Each prompt token but the first once, in order, before the first token of output."""
+    wanted = [-float(position) for position in range(1, len(one.prompt))] if one.is_scored else []
+    assert scores == (wanted if is_whole else wanted[: len(scores)])
 
 
 def _verify_beams(b: Any, name: str, one: Asked, beams: Any, *, is_aborted: bool) -> None:
@@ -251,6 +271,10 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
     resets: set[int],
 ) -> None:
     requests = [one._replace(n=min(one.n, max_num_seqs)) for one in requests]
+    requests = [
+        one._replace(max_tokens=max(1, one.max_tokens)) if one.is_beam_search else one
+        for one in requests
+    ]
     requests = conversations(requests, expected)
     b = bench(
         num_blocks=max(one.num_blocks(block_size) for one in requests) + spare_blocks,
@@ -285,6 +309,7 @@ def pressing_workload(random: Random, max_num_seqs: int) -> list[Asked]:
                 if random.random() < 0.2
                 else None,
                 is_beam_search=random.random() < 0.3,
+                is_scored=random.random() < 0.3,
                 salt="a" if random.random() < 0.1 else None,
                 length_penalty=random.choice((1.0, 0.0, 2.0)),
                 early_stopping=random.choice((False, True, "never")),

@@ -22,6 +22,7 @@ from octavo.engine.api import (
     KVSequence,
     KVSnapshot,
     LoadProgress,
+    Logprob,
     RequestOutput,
     RequestStream,
     TextPrompt,
@@ -61,12 +62,22 @@ SNAPSHOT = KVSnapshot(
 )
 
 
+def entry(token_id: int, count: int) -> dict[int, Logprob]:
+    """A token's own log-probability, -3, and those of tokens 1, 2, ...: -1, -2, ..."""
+    found = {token_id: Logprob(-3.0, 3, chr(token_id), chr(token_id).encode())}
+    for i in range(1, count + 1):
+        found.setdefault(i, Logprob(-float(i), i, f"t{i}", b"t%d" % i))
+    return found
+
+
 class FakeStream(RequestStream):
     """Plays the engine's pieces, one token each; ranked choices come whole, at the end."""
 
     def __init__(self, engine: FakeEngine, request: GenerationRequest, ids: list[int]) -> None:
         self._request_id, self._prompt_token_ids = request.request_id, ids
         self._engine = engine
+        self._request = request
+        self._num_chars = 0
         self._sampling = request.sampling
         limit = request.sampling.max_tokens
         self._left = list(engine.pieces[:limit])
@@ -118,10 +129,22 @@ class FakeStream(RequestStream):
         self.finished = reason is not None
         stop_reason = "END" if reason is FinishReason.STOP else None
         output = CompletionOutput(0, text, ids, finish_reason=reason, stop_reason=stop_reason)
+        if self._sampling.logprobs is not None:
+            output.logprobs = [entry(token_id, self._sampling.logprobs) for token_id in ids]
+            output.text_offsets = [self._num_chars] * len(ids)
+            self._num_chars += len(text)
         prompt_ids, error = self.prompt_token_ids, self._engine.error
-        return RequestOutput(
+        whole = RequestOutput(
             self.request_id, None, prompt_ids, [output], self.finished, 3, error=error
         )
+        count = self._sampling.prompt_logprobs
+        if count is not None:
+            whole.prompt_logprobs = [None, *(entry(one, count) for one in prompt_ids[1:])]
+        if self._request.echo:
+            whole.prompt = "".join(map(chr, prompt_ids))
+            whole.prompt_text_offsets = list(range(len(prompt_ids)))
+            whole.first_prompt_token = chr(prompt_ids[0]).encode()
+        return whole
 
     def abort(self) -> None:
         self.is_aborted = True

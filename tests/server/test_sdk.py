@@ -92,3 +92,25 @@ async def test_leaving_a_stream_aborts_it(sdk: openai.AsyncOpenAI, engine: FakeE
     await stream.close()
     await sdk.models.list()  # the loop turns
     assert engine.streams[0].is_aborted
+
+
+async def test_log_probabilities_in_both_shapes(sdk: openai.AsyncOpenAI) -> None:
+    answer = await sdk.completions.create(model="tiny", prompt="abcd", logprobs=1, echo=True)
+    legacy = answer.choices[0].logprobs
+    assert legacy is not None
+    assert legacy.tokens == ["a", "b", "c", "d", "\x07", "\x07", "\x07"]
+    chat = await sdk.chat.completions.create(
+        model="tiny", messages=HI, logprobs=True, top_logprobs=2
+    )
+    shaped = chat.choices[0].logprobs
+    assert shaped is not None
+    assert shaped.content is not None
+    assert [one.logprob for one in shaped.content] == [-3.0] * 3
+    assert [len(one.top_logprobs) for one in shaped.content] == [2] * 3
+    stream = await sdk.chat.completions.create(
+        model="tiny", messages=HI, logprobs=True, stream=True
+    )
+    told = [chunk.choices[0].logprobs async for chunk in stream]
+    assert [one.content for one in told if one is not None and one.content] == [
+        [token.model_copy(update={"top_logprobs": []})] for token in shaped.content
+    ]

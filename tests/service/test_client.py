@@ -218,7 +218,9 @@ def test_stop_string_ends_the_request_in_the_engine_too(tiny_model: Path) -> Non
         (TokensPrompt([1]), {"n": 2, "best_of": 9}, "best_of"),
         (TokensPrompt([1]), {"n": 9, "use_beam_search": True}, "n"),
         (TokensPrompt([1]), {"n": 7, "max_tokens": 142, "use_beam_search": True}, "max_tokens"),
-        (TokensPrompt([1]), {"logprobs": 1}, "logprobs"),
+        (TokensPrompt([1]), {"logprobs": 21}, "logprobs"),
+        (TokensPrompt([1]), {"logprobs": -1}, "logprobs"),
+        (TokensPrompt([1]), {"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )
 def test_wrong_requests_are_refused_by_name_and_cost_nothing(
