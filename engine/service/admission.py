@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..api import (
     ChatPrompt,
     EngineInfo,
     GenerationRequest,
+    Prompt,
     SamplingParams,
     TextPrompt,
 )
@@ -92,16 +94,32 @@ class Admission:
 
     # --- prompt ----------------------------------------------------------------------------------
 
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """See :meth:`octavo.engine.api.Engine.tokenize`."""
+        if isinstance(prompt, ChatPrompt):
+            return self.tokenizer.encode(self._render(prompt), False)
+        if isinstance(prompt, TextPrompt):
+            return self.tokenizer.encode(prompt.text, prompt.add_special_tokens)
+        return list(prompt.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See :meth:`octavo.engine.api.Engine.detokenize`."""
+        self._check_ids("tokens", token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "This model has no chat template. Use /v1/completions, or start the server with "
+                "--chat-template FILE.",
+                param="messages",
+            )
+        return self._chat_template.render(prompt)
+
     def _prompt(self, request: GenerationRequest) -> tuple[str | None, list[int]]:
         prompt = request.prompt
         if isinstance(prompt, ChatPrompt):
-            if self._chat_template is None:
-                raise InvalidRequestError(
-                    "This model has no chat template. Use /v1/completions, or start the server with "
-                    "--chat-template FILE.",
-                    param="messages",
-                )
-            text = self._chat_template.render(prompt)
+            text = self._render(prompt)
             return text, self._tokenise(text, False, "messages")
         if isinstance(prompt, TextPrompt):
             return prompt.text, self._tokenise(prompt.text, prompt.add_special_tokens, "prompt")
@@ -138,7 +156,7 @@ class Admission:
                 code="context_length_exceeded",
             )
 
-    def _check_ids(self, param: str, token_ids: list[int] | tuple[int, ...]) -> None:
+    def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
         invalid = self.tokenizer.first_invalid_id(token_ids)
         if invalid is not None:
             raise InvalidRequestError(
