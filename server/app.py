@@ -19,6 +19,7 @@ from .errors import install_handlers
 from .http_metrics import HttpMetricsMiddleware
 from .limits import BodyLimitMiddleware
 from .metrics import Metrics
+from .openapi import describe_routes
 from .paths import RootPathMiddleware
 from .response_headers import ResponseHeadersMiddleware
 from .routes_chat import chat_router
@@ -61,6 +62,7 @@ def create_app(
         routers.append(debug_router)
     for make_router in routers:
         app.include_router(make_router(context))
+    describe_routes(app)
     install_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware)
