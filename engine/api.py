@@ -347,6 +347,16 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RenderedRequest:
+    """A request as the engine would compute it."""
+
+    request_id: str
+    prompt: str | None  # the text, as given or rendered; None for token ids
+    prompt_token_ids: list[int]
+    sampling: SamplingParams  # with what was left open filled in, but for the seed
+
+
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """One token's natural-log probability under the model, before any sampling filter."""
 
@@ -532,6 +542,44 @@ class Engine(Protocol):
             InvalidRequestError: a prompt or parameter is wrong; none of ``requests`` runs.
             OverloadedError: too much is queued.
             EngineNotReadyError, EngineDeadError: nothing is accepted now.
+        """
+
+    async def render(self, requests: Sequence[GenerationRequest]) -> list[RenderedRequest]:
+        """Admit requests as :meth:`submit` does, and compute nothing.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong.
+            EngineNotReadyError, EngineDeadError: nothing is accepted now.
+        """
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt of any length, which may exceed the window.
+
+        Raises:
+            InvalidRequestError: it is not valid text, or a chat that the template cannot render.
+            EngineNotReadyError, EngineDeadError: nothing is accepted now.
+        """
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens; special tokens show.
+
+        Raises:
+            InvalidRequestError: an id is not in the vocabulary.
+            EngineNotReadyError, EngineDeadError: nothing is accepted now.
+        """
+
+    async def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes these tokens, which is not always the text they stand for.
+
+        Raises:
+            EngineNotReadyError, EngineDeadError: there is no tokenizer to ask.
+        """
+
+    def tokenizer_info(self) -> Mapping[str, Any]:
+        """Facts about the tokenizer, the chat template among them.
+
+        Raises:
+            EngineNotReadyError, EngineDeadError: there is no tokenizer to ask.
         """
 
     def stats(self) -> EngineStats | None:

@@ -344,6 +344,53 @@ class ServerConfig(_Checked):
     port: int = option(
         8000, "Port to listen on; 0 picks a free one.", kind="int", least=0, most=65535
     )
+    uds: str | None = option(
+        None,
+        "Unix socket to listen on, in place of --host and --port.",
+        default_text="TCP",
+    )
+    ssl_certfile: str | None = option(
+        None, "PEM file with the certificate to serve HTTPS with.", default_text="plain HTTP"
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        "PEM file with the certificate's private key, without a passphrase.",
+        default_text="the certificate's file",
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        "PEM file with authorities; clients must show a certificate of one of them.",
+        default_text="no client certificate is asked for",
+    )
+    root_path: str = option(
+        "", "Path under which a proxy offers the server, as in /llm.", default_text="none"
+    )
+    allowed_origins: tuple[str, ...] | None = option(
+        None,
+        "Origins whose web pages may call the server (CORS), as in https://example.org; * is all.",
+        kind="strs",
+        default_text="no CORS headers",
+    )
+    allowed_methods: tuple[str, ...] = option(
+        ("*",), "Methods that such pages may use; * is all.", kind="strs", default_text="*"
+    )
+    allowed_headers: tuple[str, ...] = option(
+        ("*",), "Headers that such pages may send; * is all.", kind="strs", default_text="*"
+    )
+    allow_credentials: bool = option(
+        False, "Let such pages send cookies and the like.", kind="bool"
+    )
+    sse_keep_alive_interval: float = option(
+        0.0,
+        "A stream that was silent for so long gets a comment, so that proxies keep it open; 0: never.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=3600.0,
+    )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "Offer GET /tokenizer_info, which tells the chat template.", kind="bool"
+    )
     api_key: tuple[str, ...] | None = option(
         None,
         "Keys that clients must send as 'Authorization: Bearer KEY'. Also: OCTAVO_API_KEY.",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from collections.abc import Callable
+from functools import partial
+
+from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
 from ..engine.api import Engine
 from ..engine.config import ServerConfig
+from . import response_headers
 from .auth import ApiKeys, AuthMiddleware
 from .context import Context
 from .drain import Drain, DrainMiddleware
@@ -14,11 +19,15 @@ from .errors import install_handlers
 from .http_metrics import HttpMetricsMiddleware
 from .limits import BodyLimitMiddleware
 from .metrics import Metrics
+from .openapi import describe_routes
+from .paths import RootPathMiddleware
+from .response_headers import ResponseHeadersMiddleware
 from .routes_chat import chat_router
 from .routes_completions import completions_router
 from .routes_debug import debug_router
 from .routes_models import models_router
 from .routes_ops import ops_router
+from .routes_tokens import tokens_router
 
 
 def create_app(
@@ -37,14 +46,23 @@ def create_app(
         model_names: Names that clients may use; answers carry the first.
         drain: Through it the caller refuses requests at shutdown and waits for running ones.
     """
-    context = Context(engine, model_names, Metrics(engine, model_names[0]), drain or Drain())
+    context = Context(
+        engine,
+        model_names,
+        Metrics(engine, model_names[0]),
+        drain or Drain(),
+        config.sse_keep_alive_interval,
+    )
     engine.set_stats_sink(context.metrics)
     app = FastAPI(title="octavo", version=__version__, redirect_slashes=False)
-    routers = [completions_router, chat_router, models_router, ops_router]
+    routers: list[Callable[[Context], APIRouter]] = [completions_router, chat_router]
+    routers += [partial(tokens_router, has_info=config.enable_tokenizer_info_endpoint)]
+    routers += [models_router, ops_router]
     if config.enable_debug_endpoints:
         routers.append(debug_router)
     for make_router in routers:
         app.include_router(make_router(context))
+    describe_routes(app)
     install_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware)
@@ -52,4 +70,20 @@ def create_app(
         app.add_middleware(AuthMiddleware, keys=ApiKeys(config.api_key))
     app.add_middleware(DrainMiddleware, drain=context.drain)
     app.add_middleware(HttpMetricsMiddleware, metrics=context.metrics.http)
+    if config.allowed_origins:  # outside of the keys: a preflight carries none
+        _allow_origins(app, config)
+    app.add_middleware(ResponseHeadersMiddleware)
+    if config.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=config.root_path)
     return app
+
+
+def _allow_origins(app: FastAPI, config: ServerConfig) -> None:
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.allowed_origins or (),
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=(*response_headers.NAMES, "Retry-After"),
+    )

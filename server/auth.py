@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import Failure
+from .paths import route_path
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/load", "/metrics"})
 
 
 class ApiKeys:
@@ -50,7 +51,7 @@ class AuthMiddleware:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or route_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         header = next((v for k, v in scope["headers"] if k == b"authorization"), None)

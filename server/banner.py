@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from contextlib import suppress
 from typing import TextIO
 
@@ -88,6 +89,8 @@ def curl_line(model_name: str, url: str, needs_key: bool) -> str:
     body = {"model": model_name, "prompt": "Once upon a time", "max_tokens": 32, "stream": True}
     quoted = json.dumps(body).replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if needs_key else ""
+    if url.startswith("unix:"):
+        url = f"--unix-socket {shlex.quote(url.removeprefix('unix:'))} http://localhost"
     return (
         f"curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"
     )

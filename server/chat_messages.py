@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 
 from ..engine.api import ChatPrompt
 from ..engine.errors import InvalidRequestError
-from .schemas import ChatCompletionRequest
+from .schemas import ChatCompletionRequest, TokenizeChatRequest
 
 MAX_PARTS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def chat_prompt(body: ChatCompletionRequest) -> ChatPrompt:
-    """The conversation of a chat request.
+def chat_prompt(body: ChatCompletionRequest | TokenizeChatRequest) -> ChatPrompt:
+    """The conversation of a request.
 
     Raises:
         InvalidRequestError: a message is malformed; ``param`` is its path.

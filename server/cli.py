@@ -24,6 +24,7 @@ from ..engine.config import (
     resolve_server,
 )
 from ..engine.errors import ConfigError
+from .listening import check_listening
 from .option_values import parse_text
 from .presets import load_preset, preset_names
 from .suggestions import unknown_option
@@ -80,6 +81,7 @@ def _checked(config: ServerConfig) -> ServerConfig:
         raise ConfigError("--api-key must not be empty.")
     if config.served_model_name is not None and not all(config.served_model_name):
         raise ConfigError("--served-model-name must not be empty.")
+    check_listening(config)
     return config
 
 

@@ -20,6 +20,7 @@ class Context:
     model_names: tuple[str, ...]
     metrics: Metrics
     drain: Drain
+    keep_alive_interval_s: float = 0.0  # of silent streams; 0: no comments
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -22,6 +22,11 @@ class Drain:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_active(self) -> int:
+        """Requests in progress."""
+        return self._num_active
+
     def check_accepting(self) -> None:
         """Return unless the server is shutting down.
 

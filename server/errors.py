@@ -77,7 +77,10 @@ class Failure:
 
 
 def json_response(
-    content: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None
+    content: Mapping[str, Any] | Sequence[Any],
+    *,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
     """``content`` as a JSON answer."""
     return Response(

@@ -8,7 +8,6 @@ Where the choices are ranked (beams, ``best_of``) none is known before the end, 
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -33,15 +32,6 @@ from .prompts import AS_IT_IS, Truncation
 from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
 from .streaming import EventStream, until_disconnect
 from .wire import DONE, Choice, Usage, Wire, error_event
-
-MAX_REQUEST_ID_CHARS = 64
-_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
-
-
-def request_id(request: Request) -> str:
-    """The client's ``X-Request-Id``, cut down to harmless characters, else a random one."""
-    given = _NOT_IN_IDS.sub("", request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_CHARS])
-    return given or uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -76,19 +66,20 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
         raise InvalidRequestError(
             f"stream must be false with {name}: the best is known only at the end.", param="stream"
         )
-    streams = await context.engine.submit(_engine_requests(job))
-    headers = {"X-Request-Id": job.name}
+    streams = await context.engine.submit(engine_requests(job))
     if job.is_streamed:
         events = _events(streams, job.sampling.n, wire, includes_usage=job.includes_usage)
-        return EventStream(events, lambda: _abort(streams), headers)
+        return EventStream(
+            events, lambda: _abort(streams), keep_alive_s=context.keep_alive_interval_s
+        )
     try:
         content = await until_disconnect(request.receive, _collect(streams, job, wire))
     finally:
         _abort(streams)
-    return json_response(content, headers=headers)
+    return json_response(content)
 
 
-def _engine_requests(job: Job) -> list[GenerationRequest]:
+def engine_requests(job: Job) -> list[GenerationRequest]:
     """One per prompt. Ids are unique even if two clients chose the same."""
     unique = f"{job.name}-{uuid.uuid4().hex[:8]}"
     return [

@@ -7,8 +7,10 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .paths import route_path
+
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_UNCOUNTED = frozenset({"/health", "/ready", "/version", "/metrics"})
+_UNCOUNTED = frozenset({"/health", "/ping", "/ready", "/version", "/load", "/metrics"})
 
 
 class HttpMetrics:
@@ -44,7 +46,7 @@ class HttpMetricsMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+        if scope["type"] != "http" or route_path(scope) in _UNCOUNTED:
             await self._app(scope, receive, send)
             return
         status, start = 500, time.perf_counter()

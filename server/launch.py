@@ -16,15 +16,17 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.config import EngineConfig, ServerConfig
-from ..engine.errors import ConfigError, EngineDeadError, EngineRefusedError, OctavoError
-from .banner import Console, banner, base_url, watch_progress
+from ..engine.errors import EngineDeadError, EngineRefusedError, OctavoError
+from .banner import Console, banner, watch_progress
 from .drain import Drain
+from .listening import listening, tls_context, url_of
 
 if TYPE_CHECKING:
     import uvicorn
@@ -54,14 +56,16 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """
     _set_up_logging(server_config.log_level)
     names = model_names(engine_config.model.model, server_config)
-    with bind(server_config.host, server_config.port) as listener:
+    tls = tls_context(server_config)
+    with listening(server_config) as listener:
         from ..engine.build import start_engine
 
         engine = start_engine(engine_config, server_config.log_level)
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(engine, listener, server_config, names, Console(sys.stderr)))
+            console = Console(sys.stderr)
+            return runner.run(serve(engine, listener, server_config, names, console, tls))
 
 
 def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
@@ -74,38 +78,13 @@ def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
     return (path.name.removesuffix(".gguf"),)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the address is in use or unknown.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"--host {host} is not an address here: {error.strerror}.") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"Port {port} on {host} cannot be used: {error.strerror}. Choose another with --port."
-        ) from None
-    listener.setblocking(False)
-    return listener
-
-
 async def serve(
     engine: Engine,
     listener: socket.socket,
     config: ServerConfig,
     names: tuple[str, ...],
     out: Console,
+    tls: ssl.SSLContext | None = None,
 ) -> int:
     """Answer on ``listener`` until a signal or the engine's death, then end the engine.
 
@@ -115,6 +94,7 @@ async def serve(
         config: The HTTP side's options.
         names: Served model names.
         out: Where progress and the banner go.
+        tls: Speaks HTTPS with it.
 
     Returns:
         The exit code.
@@ -122,8 +102,8 @@ async def serve(
     signals = _Signals(asyncio.get_running_loop())
     await engine.start()
     drain = Drain()
-    server = _make_server(engine, config, names, drain)
-    url = base_url(config.host, listener.getsockname()[1])
+    server = _make_server(engine, config, names, drain, tls)
+    url = url_of(config, listener)
     out.write(f"octavo: listening on {url}, loading {names[0]}\n")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     died = asyncio.create_task(engine.wait_dead())
@@ -166,7 +146,11 @@ class _Signals:
 
 
 def _make_server(
-    engine: Engine, config: ServerConfig, names: tuple[str, ...], drain: Drain
+    engine: Engine,
+    config: ServerConfig,
+    names: tuple[str, ...],
+    drain: Drain,
+    tls: ssl.SSLContext | None,
 ) -> uvicorn.Server:
     import uvicorn
 
@@ -180,20 +164,21 @@ def _make_server(
             return nullcontext()
 
     app = create_app(engine, config, names, drain=drain)
-    return Server(
-        uvicorn.Config(
-            app,
-            http=HeaderLimitProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-        )
+    http = uvicorn.Config(
+        app,
+        http=HeaderLimitProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
     )
+    http.load()
+    http.ssl = tls
+    return Server(http)
 
 
 async def _announce(

@@ -12,13 +12,16 @@ from starlette.responses import Response
 from .body import read_json
 from .chat_messages import chat_prompt
 from .context import Context
+from .errors import json_response
 from .fields import check_lengths, check_supported
-from .generation import Job, answer, request_id
+from .generation import Job, answer
 from .prompts import truncation
+from .rendering import rendered
 from .reports import chat_report
+from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
-from .wire import ChatWire
+from .wire import ChatWire, Wire
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 
@@ -27,9 +30,7 @@ def chat_router(context: Context) -> APIRouter:
     """The route, over its collaborators."""
     router = APIRouter(tags=["generation"])
 
-    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
-    async def create_chat_completion(request: Request) -> Response:
-        """Answer a conversation, streamed or whole."""
+    async def understood(request: Request) -> tuple[Job, Wire]:
         arrival_time = time.monotonic()
         context.check_accepting()
         raw = await read_json(request)
@@ -54,6 +55,18 @@ def chat_router(context: Context) -> APIRouter:
         wire = ChatWire(
             f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report
         )
+        return job, wire
+
+    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        """Answer a conversation, streamed or whole."""
+        job, wire = await understood(request)
         return await answer(context, request, job, wire)
+
+    @router.post("/v1/chat/completions/render", openapi_extra=body_schema(ChatCompletionRequest))
+    async def render_chat_completion(request: Request) -> Response:
+        """What the engine would be given. Computes nothing."""
+        job, _ = await understood(request)
+        return json_response((await rendered(context, job))[0])
 
     return router

@@ -11,13 +11,16 @@ from starlette.responses import Response
 
 from .body import read_json
 from .context import Context
+from .errors import json_response
 from .fields import check_lengths, check_supported
-from .generation import Job, answer, request_id
+from .generation import Job, answer
 from .prompts import parse_prompts, truncation
+from .rendering import rendered
 from .reports import completion_report
+from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import CompletionRequest, body_schema, parse
-from .wire import CompletionWire
+from .wire import CompletionWire, Wire
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"top_logprobs": (0,)}
@@ -27,9 +30,7 @@ def completions_router(context: Context) -> APIRouter:
     """The route, over its collaborators."""
     router = APIRouter(tags=["generation"])
 
-    @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
-    async def create_completion(request: Request) -> Response:
-        """Continue one prompt or several, streamed or whole."""
+    async def understood(request: Request) -> tuple[Job, Wire]:
         arrival_time = time.monotonic()
         context.check_accepting()
         raw = await read_json(request)
@@ -56,6 +57,18 @@ def completions_router(context: Context) -> APIRouter:
         wire = CompletionWire(
             f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report
         )
+        return job, wire
+
+    @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        """Continue one prompt or several, streamed or whole."""
+        job, wire = await understood(request)
         return await answer(context, request, job, wire)
+
+    @router.post("/v1/completions/render", openapi_extra=body_schema(CompletionRequest))
+    async def render_completion(request: Request) -> Response:
+        """What the engine would be given: one object for each prompt. Computes nothing."""
+        job, _ = await understood(request)
+        return json_response(await rendered(context, job))
 
     return router

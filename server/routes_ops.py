@@ -1,6 +1,7 @@
-"""What operators and orchestrators ask: ``/health``, ``/ready``, ``/version``, ``/metrics``.
+"""What operators and orchestrators ask: is it alive, ready, how busy, which version.
 
 ``/health`` says whether the process should live, ``/ready`` whether it should get requests.
+``/ping`` is ``/health`` by the name that SageMaker knows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ def ops_router(context: Context) -> APIRouter:
     """The routes, over their collaborators."""
     router = APIRouter(tags=["operations"])
 
+    @router.head("/ping", include_in_schema=False)
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping")
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
@@ -34,6 +38,11 @@ def ops_router(context: Context) -> APIRouter:
         except (EngineNotReadyError, EngineDeadError) as error:
             return _not_ready(context, describe(error))
         return json_response({"status": "ready"})
+
+    @router.get("/load")
+    async def load() -> Response:
+        """Requests in progress: every POST whose answer has not ended."""
+        return json_response({"server_load": context.drain.num_active})
 
     @router.get("/version")
     async def version() -> Response:

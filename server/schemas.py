@@ -155,6 +155,35 @@ class ChatCompletionRequest(GenerationFields):
     top_logprobs: Int64 | None = Field(None, description="Alternatives; needs logprobs.")
 
 
+class TokenizeTextRequest(Wire):
+    """The body of ``POST /tokenize`` with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(Wire):
+    """The body of ``POST /tokenize`` with a conversation."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Wire):
+    """The body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[
+        Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})
+    ] = Field(description="Token ids.")
+
+
 def parse(schema: type[Schema], body: Mapping[str, Any]) -> Schema:
     """Check ``body`` against ``schema``.
 
@@ -172,7 +201,8 @@ def parse(schema: type[Schema], body: Mapping[str, Any]) -> Schema:
 
 
 @cache
-def body_schema(schema: type[Wire]) -> dict[str, Any]:
-    """The OpenAPI description of a route whose body is ``schema``."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
+def body_schema(*schemas: type[Wire]) -> dict[str, Any]:
+    """The OpenAPI description of a route whose body is one of ``schemas``."""
+    shapes = [schema.model_json_schema() for schema in schemas]
+    content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
     return {"requestBody": {"required": True, "content": content}}

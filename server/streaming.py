@@ -7,13 +7,16 @@ the work is cancelled and the caller's ``close`` gives the engine's requests up 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+
+COMMENT = b": keep-alive\n\n"
 
 Result = TypeVar("Result")
 
@@ -54,7 +57,7 @@ class EventStream(Response):
     Args:
         events: Encoded events; the generator is closed in any case.
         close: Called once when the answer has ended for whatever reason.
-        headers: Further headers.
+        keep_alive_s: A comment is sent whenever nothing was for so long; 0 sends none.
     """
 
     media_type = "text/event-stream"
@@ -63,26 +66,62 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes],
         close: Callable[[], None],
-        headers: Mapping[str, str],
+        *,
+        keep_alive_s: float = 0.0,
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._close = close
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        way = self._send_with_comments if self._keep_alive_s else self._send_all
         try:
-            await until_disconnect(receive, self._send(start, send))
+            await until_disconnect(receive, way(send))
         except ClientDisconnect:
             return
         finally:
             self._close()
 
-    async def _send(self, start: Mapping[str, Any], send: Callable[[Any], Awaitable[None]]) -> None:
-        await send(start)
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_with_comments(self, send: Send) -> None:
+        """Every message is whole events, so that a comment between two of them splits none."""
+        connection = _Watched(send)
+        comments = asyncio.ensure_future(self._comment(connection))
+        try:
+            await self._send_all(connection.send)
+        finally:
+            await _cancel(comments)
+
+    async def _comment(self, connection: _Watched) -> None:
+        while True:
+            await asyncio.sleep(connection.last_send + self._keep_alive_s - time.monotonic())
+            if time.monotonic() - connection.last_send >= self._keep_alive_s:
+                await connection.comment()
+
+
+class _Watched:
+    """An answer's way out that knows when something was last sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._is_open = False  # between the headers and the end
+        self.last_send = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        self._is_open = message.get("more_body", True)
+        await self._send(message)
+        self.last_send = time.monotonic()
+
+    async def comment(self) -> None:
+        if self._is_open:
+            await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        self.last_send = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..api import (
@@ -15,6 +16,7 @@ from ..api import (
     ChatPrompt,
     EngineInfo,
     GenerationRequest,
+    Prompt,
     SamplingParams,
     TextPrompt,
 )
@@ -108,16 +110,32 @@ class Admission:
 
     # --- prompt ----------------------------------------------------------------------------------
 
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """See :meth:`octavo.engine.api.Engine.tokenize`."""
+        if isinstance(prompt, ChatPrompt):
+            return self.tokenizer.encode(self._render(prompt), prompt.add_special_tokens)
+        if isinstance(prompt, TextPrompt):
+            return self.tokenizer.encode(prompt.text, prompt.add_special_tokens)
+        return list(prompt.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See :meth:`octavo.engine.api.Engine.detokenize`."""
+        self._check_ids("tokens", token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "This model has no chat template. Use /v1/completions, or start the server with "
+                "--chat-template FILE.",
+                param="messages",
+            )
+        return self._chat_template.render(prompt)
+
     def _prompt(self, request: GenerationRequest) -> tuple[str | None, list[int]]:
         prompt = request.prompt
         if isinstance(prompt, ChatPrompt):
-            if self._chat_template is None:
-                raise InvalidRequestError(
-                    "This model has no chat template. Use /v1/completions, or start the server with "
-                    "--chat-template FILE.",
-                    param="messages",
-                )
-            text = self._chat_template.render(prompt)
+            text = self._render(prompt)
             token_ids = self._tokenise(text, prompt.add_special_tokens, "messages", request)
             return text, token_ids
         if isinstance(prompt, TextPrompt):
@@ -172,7 +190,7 @@ class Admission:
                 code="context_length_exceeded",
             )
 
-    def _check_ids(self, param: str, token_ids: list[int] | tuple[int, ...]) -> None:
+    def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
         invalid = self.tokenizer.first_invalid_id(token_ids)
         if invalid is not None:
             raise InvalidRequestError(

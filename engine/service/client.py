@@ -12,9 +12,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
 
 import zmq
 
@@ -25,6 +26,8 @@ from ..api import (
     GenerationRequest,
     KVSnapshot,
     LoadProgress,
+    Prompt,
+    RenderedRequest,
     RequestOutput,
     TextPrompt,
 )
@@ -61,6 +64,8 @@ from .output import RequestState, merge
 from .process import Launch, pack_launch
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 THREAD_SIZE = 4096
 """Requests with more characters or token ids than this are admitted off the event loop."""
@@ -304,11 +309,7 @@ class EngineClient(Engine):
     async def submit(self, requests: Sequence[GenerationRequest]) -> list[EngineStream]:
         """See :meth:`octavo.engine.api.Engine.submit`."""
         admission = self._door()
-        if sum(map(_prompt_size, requests)) > THREAD_SIZE:
-            admitted = await asyncio.to_thread(_admit_all, admission, requests)
-            self._door()
-        else:
-            admitted = _admit_all(admission, requests)
+        admitted = await self._admit(admission, requests)
         ids = [one.new.request_id for one in admitted]
         if len(self._streams.keys() | set(ids)) < len(self._streams) + len(ids):
             raise InvalidRequestError("A request with this id is running.", param="request_id")
@@ -318,6 +319,22 @@ class EngineClient(Engine):
         self._send(frame)
         return streams
 
+    async def _admit(
+        self, admission: Admission, requests: Sequence[GenerationRequest]
+    ) -> list[Admitted]:
+        size = sum(_prompt_size(request.prompt) for request in requests)
+        return await self._text_work(size, _admit_all, admission, requests)
+
+    async def _text_work(
+        self, size: int, work: Callable[[*Arguments], Result], *args: *Arguments
+    ) -> Result:
+        """Do ``work`` here if it is small, else on a thread: tokenising releases the GIL."""
+        if size <= THREAD_SIZE:
+            return work(*args)
+        result = await asyncio.to_thread(work, *args)
+        self._door()
+        return result
+
     def abort(self, request_id: str) -> None:
         """End a request. Unknown ids have finished and are passed over."""
         stream = self._streams.pop(request_id, None)
@@ -326,6 +343,41 @@ class EngineClient(Engine):
         stream.put(stream.state.abort())
         self._record_finished(stream.state)
         self._send(Abort((request_id,)))
+
+    # --- text ------------------------------------------------------------------------------------
+
+    async def render(self, requests: Sequence[GenerationRequest]) -> list[RenderedRequest]:
+        """See :meth:`octavo.engine.api.Engine.render`."""
+        admitted = await self._admit(self._door(), requests)
+        return [_rendered(one) for one in admitted]
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """See :meth:`octavo.engine.api.Engine.tokenize`."""
+        return await self._text_work(_prompt_size(prompt), self._door().tokenize, prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See :meth:`octavo.engine.api.Engine.detokenize`."""
+        return await self._text_work(len(token_ids), self._door().detokenize, token_ids)
+
+    async def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
+        """See :meth:`octavo.engine.api.Engine.vocabulary_entries`."""
+        tokenizer = self._door().tokenizer
+        return await self._text_work(len(token_ids), tokenizer.vocabulary_entries, token_ids)
+
+    def tokenizer_info(self) -> Mapping[str, Any]:
+        """See :meth:`octavo.engine.api.Engine.tokenizer_info`."""
+        tokenizer, template = self._door().tokenizer, self._chat_template
+        special = sorted(tokenizer.special_token_ids)
+        texts = tokenizer.vocabulary_entries(special)
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # what transformers makes of such a file
+            "model_max_length": self.info.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "special_tokens": dict(zip(texts, special, strict=True)),
+            "chat_template": None if template is None else template.source,
+        }
 
     # --- questions -------------------------------------------------------------------------------
 
@@ -440,9 +492,8 @@ def _socket_folder() -> Path:
     return folder
 
 
-def _prompt_size(request: GenerationRequest) -> int:
+def _prompt_size(prompt: Prompt) -> int:
     """Characters or token ids; a chat always counts as large, since its template may be slow."""
-    prompt = request.prompt
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     return THREAD_SIZE + 1 if isinstance(prompt, ChatPrompt) else len(prompt.token_ids)
@@ -450,3 +501,10 @@ def _prompt_size(request: GenerationRequest) -> int:
 
 def _admit_all(admission: Admission, requests: Sequence[GenerationRequest]) -> list[Admitted]:
     return [admission.admit(request) for request in requests]
+
+
+def _rendered(admitted: Admitted) -> RenderedRequest:
+    new = admitted.new
+    return RenderedRequest(
+        new.request_id, admitted.prompt, list(new.prompt_token_ids), new.sampling
+    )

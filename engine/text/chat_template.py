@@ -91,6 +91,7 @@ class ChatTemplate:
                 f"{origin} is no valid chat template: {error.message} (line {error.lineno})."
             ) from error
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self.source = source
         self.uses_tools = "tools" in names
 
     def render(self, prompt: ChatPrompt) -> str:

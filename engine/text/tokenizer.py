@@ -120,6 +120,10 @@ class Tokenizer:
         """:meth:`token_bytes` as text, U+FFFD where they are no whole characters."""
         return utf_8_decode(self._literal[token_id], self.text_rule.errors, True)[0]
 
+    def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes these tokens: ``Ġworld`` in byte-level ones; empty without one."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def pieces(self, skip_special_tokens: bool) -> Pieces:
         """Bytes by token id."""
         return self._skipping if skip_special_tokens else self._literal

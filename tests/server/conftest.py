@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from octavo.engine.api import (
     KVSnapshot,
     LoadProgress,
     Logprob,
+    Prompt,
+    RenderedRequest,
     RequestOutput,
     RequestStream,
     TextPrompt,
@@ -32,7 +34,7 @@ from octavo.engine.config import ServerConfig
 from octavo.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from octavo.engine.stats import EngineStats, StatsSink
 from octavo.server.app import create_app
-from octavo.server.launch import bind
+from octavo.server.listening import bind
 
 INFO = EngineInfo(
     model="/models/tiny",
@@ -191,7 +193,7 @@ class FakeEngine(Engine):
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[RequestStream]:
         self.check_ready()
-        ids = [_prompt_ids(request) for request in requests]
+        ids = [_prompt_ids(request.prompt) for request in requests]
         self.requests += requests
         streams = [FakeStream(self, r, i) for r, i in zip(requests, ids, strict=True)]
         self.streams += streams
@@ -202,6 +204,26 @@ class FakeEngine(Engine):
 
     def set_stats_sink(self, sink: StatsSink) -> None:
         self.sink = sink
+
+    async def render(self, requests: Sequence[GenerationRequest]) -> list[RenderedRequest]:
+        self.check_ready()
+        return [
+            RenderedRequest(r.request_id, None, _prompt_ids(r.prompt), r.sampling) for r in requests
+        ]
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        self.check_ready()
+        return _prompt_ids(prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        self.check_ready()
+        return "".join(map(chr, _prompt_ids(TokensPrompt(token_ids))))
+
+    async def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in token_ids]
+
+    def tokenizer_info(self) -> Mapping[str, Any]:
+        return {"tokenizer_class": "Fake", "chat_template": "{{ messages }}"}
 
     async def kv_snapshot(self) -> KVSnapshot:
         self.check_ready()
@@ -224,8 +246,7 @@ class FakeEngine(Engine):
         self.released.set()
 
 
-def _prompt_ids(request: GenerationRequest) -> list[int]:
-    prompt = request.prompt
+def _prompt_ids(prompt: Prompt) -> list[int]:
     if isinstance(prompt, TokensPrompt):
         for token_id in prompt.token_ids:
             if not 0 <= token_id < INFO.vocab_size:

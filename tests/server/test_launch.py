@@ -20,7 +20,8 @@ from octavo.engine.api import Engine
 from octavo.engine.config import ServerConfig
 from octavo.engine.errors import ConfigError
 from octavo.server.banner import Console, base_url, curl_line
-from octavo.server.launch import bind, model_names, serve
+from octavo.server.launch import model_names, serve
+from octavo.server.listening import bind
 
 if TYPE_CHECKING:
     from tests.server.conftest import FakeEngine

@@ -4,9 +4,10 @@ import asyncio
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -638,5 +639,70 @@ def test_no_socket_file_is_left_once_the_engine_has_connected(tiny_model: Path) 
         async with running(tiny_model) as client:
             await until(lambda: is_ready(client))
             assert not client._folder.exists()
+
+    play(scene)
+
+
+def test_tokenising_and_rendering_answer_without_computing(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            beyond_the_window = await client.tokenize(TextPrompt("hé" * 600))
+            assert len(beyond_the_window) == 3 * 600  # bytes
+            assert await client.detokenize(beyond_the_window) == "hé" * 600
+            ids = await client.tokenize(TextPrompt("<|stop|>é"))
+            assert await client.detokenize(ids) == "<|stop|>é"
+            assert await client.vocabulary_entries(ids) == ["<|stop|>", "Ã", "©"]
+            chat = ChatPrompt([{"role": "user", "content": "hi"}], add_generation_prompt=False)
+            text = "<|start|>user: hi<|stop|>"
+            assert await client.tokenize(chat) == await client.tokenize(TextPrompt(text))
+            sampling = SamplingParams(max_tokens=None)
+            one = GenerationRequest("r", chat, sampling, time.monotonic())
+            rendered = (await client.render([one]))[0]
+            assert rendered.prompt == text
+            assert rendered.sampling.max_tokens == 512 - len(rendered.prompt_token_ids)
+            assert rendered.sampling.seed is None
+            with pytest.raises(InvalidRequestError, match="maximum context length"):
+                await client.render([replace(one, prompt=TextPrompt("a" * 512))])
+            with pytest.raises(InvalidRequestError, match="id 300, which is not"):
+                await client.detokenize([300])
+            info = client.tokenizer_info()
+            assert info["special_tokens"] == {"<|end|>": 256, "<|start|>": 257, "<|stop|>": 258}
+            assert "generation_prompt" in info["chat_template"]
+            assert client._streams == {}  # nothing is computed
+
+    play(scene)
+
+
+class Witness:
+    """Notes on which thread a tokenizer works."""
+
+    def __init__(self, tokenizer: Any, threads: list[int]) -> None:
+        self._tokenizer, self._threads = tokenizer, threads
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self._threads.append(threading.get_ident())
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens)
+        return ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize(("num_chars", "is_here"), [(100, True), (4096, True), (4097, False)])
+def test_long_texts_are_tokenised_off_the_event_loop(
+    tiny_model: Path, num_chars: int, is_here: bool
+) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            threads: list[int] = []
+            assert client._admission is not None
+            client._admission.tokenizer = Witness(client._admission.tokenizer, threads)  # type: ignore[assignment]
+            prompt = TextPrompt("a" * num_chars)
+            await client.tokenize(prompt)
+            with suppress(InvalidRequestError):  # the longer ones exceed the window
+                await client.submit([GenerationRequest("r", prompt, SamplingParams(), 0.0)])
+            assert [one == threading.get_ident() for one in threads] == [is_here, is_here]
 
     play(scene)
