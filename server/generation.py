@@ -103,11 +103,14 @@ async def _events(
         async with aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 _add(usage, output)
-                chunks = [
-                    _chunk(wire, index * n + one.index, one, output.error) for one in output.outputs
-                ]
-                if any(chunks):
-                    yield b"".join(chunks)
+                chunks = b"".join(
+                    [
+                        _chunk(wire, index * n + one.index, one, output.error)
+                        for one in output.outputs
+                    ]
+                )
+                if chunks:
+                    yield chunks
         if includes_usage:
             yield wire.usage(usage)
     except (EngineDeadError, GenerationFailedError) as error:
@@ -149,7 +152,8 @@ def _prompt_usage(streams: Sequence[RequestStream]) -> Usage:
 
 
 def _add(usage: Usage, output: RequestOutput) -> None:
-    usage.completion_tokens += sum(len(one.token_ids) for one in output.outputs)
+    for one in output.outputs:
+        usage.completion_tokens += len(one.token_ids)
     if output.finished:
         usage.completion_tokens += output.num_discarded_tokens
         usage.cached_tokens += output.num_cached_tokens

@@ -78,15 +78,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         way = self._send_with_comments if self._keep_alive_s else self._send_all
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            await until_disconnect(receive, way(send))
+            await until_disconnect(receive, way(body_send(scope, send)))
         except ClientDisconnect:
             return
         finally:
             self._close()
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -113,7 +113,7 @@ class _Watched:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._is_open = False  # between the headers and the end
+        self._is_open = True
         self.last_send = time.monotonic()
 
     async def send(self, message: Message) -> None:

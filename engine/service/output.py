@@ -89,7 +89,10 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self._sequences)
+        for sequence in self._sequences:  # a loop, since this runs with every token
+            if sequence.finish_reason is None:
+                return False
+        return True
 
     def apply(
         self, update: SequenceUpdate, now: float, sink: StatsSink | None = None
