@@ -83,7 +83,7 @@ class EngineStream:
         self._pending: RequestOutput | None = None
         self._is_ended = False
         self._error: Exception | None = None
-        self._wakeup = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the one who reads
 
     @property
     def request_id(self) -> str:
@@ -102,8 +102,8 @@ class EngineStream:
                 raise self._error
             if self._is_ended:
                 raise StopAsyncIteration
-            self._wakeup.clear()
-            await self._wakeup.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         output, self._pending = self._pending, None
         self._is_ended = output.finished
         return output
@@ -117,11 +117,16 @@ class EngineStream:
             self._pending = output
         else:
             merge(self._pending, output)
-        self._wakeup.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._wakeup.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: the reader was cancelled
+            waiter.set_result(None)
 
 
 class EngineClient(Engine):

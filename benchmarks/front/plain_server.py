@@ -1,0 +1,112 @@
+"""The front end that is written first: FastAPI, pydantic, one event per token: ``plain_server.py PORT STEP_MS``.
+
+Its tokens come from a task of its own loop, which is less work than to receive them from a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from canned_engine import TOKEN_IDS
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from octavo.engine.build import find_checkpoint
+from octavo.engine.config import EngineConfig
+from octavo.engine.text.tokenizer import load_tokenizer
+
+PORT, STEP_S = int(sys.argv[1]), float(sys.argv[2]) / 1000
+TOKENIZER = load_tokenizer(find_checkpoint(EngineConfig()))
+
+
+class CompletionRequest(BaseModel):
+    model: str
+    prompt: str | list[int]
+    max_tokens: int = 16
+    temperature: float = 1.0
+    ignore_eos: bool = False
+    stream: bool = False
+
+
+class Choice(BaseModel):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Chunk(BaseModel):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+
+
+class Steps:
+    """Gives every running request a token a step."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, asyncio.Queue[int]] = {}
+
+    async def run(self) -> None:
+        tick, step = time.monotonic(), 0
+        while True:
+            tick = max(tick + STEP_S, time.monotonic())
+            await asyncio.sleep(tick - time.monotonic())
+            for queue in self.queues.values():
+                queue.put_nowait(TOKEN_IDS[step % len(TOKEN_IDS)])
+            step += 1
+
+
+STEPS = Steps()
+
+
+@asynccontextmanager
+async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    task = asyncio.create_task(STEPS.run())
+    yield
+    task.cancel()
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+@app.get("/health")
+async def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@app.post("/v1/completions")
+async def complete(request: CompletionRequest) -> StreamingResponse:
+    if isinstance(request.prompt, str):
+        TOKENIZER.encode(request.prompt)
+    return StreamingResponse(events(request), media_type="text/event-stream")
+
+
+async def events(request: CompletionRequest) -> AsyncIterator[str]:
+    name, queue = f"cmpl-{uuid.uuid4().hex}", asyncio.Queue[int]()
+    STEPS.queues[name] = queue
+    created = int(time.time())
+    try:
+        for i in range(request.max_tokens):
+            text = TOKENIZER.decode([await queue.get()])
+            reason = "length" if i == request.max_tokens - 1 else None
+            choice = Choice(index=0, text=text, finish_reason=reason)
+            chunk = Chunk(id=name, created=created, model=request.model, choices=[choice])
+            yield f"data: {chunk.model_dump_json()}\n\n"
+        yield "data: [DONE]\n\n"
+    finally:
+        del STEPS.queues[name]
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, port=PORT, log_level="warning", access_log=False)
