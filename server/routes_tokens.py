@@ -26,8 +26,6 @@ from .schemas import (
 
 MAX_CHARS = 1 << 20
 MAX_TOKENS = 1 << 20
-# The template writes the special tokens of a chat.
-_NEUTRAL_IN_CHATS: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
 
 
 def tokens_router(context: Context, *, has_info: bool) -> APIRouter:
@@ -95,10 +93,9 @@ def _prompt(context: Context, raw: Mapping[str, Any]) -> tuple[Prompt, bool]:
 def _chat(context: Context, raw: Mapping[str, Any]) -> tuple[Prompt, bool]:
     if raw.get("prompt") is not None:
         raise InvalidRequestError("prompt and messages exclude each other.", param="prompt")
-    check_supported(raw, _NEUTRAL_IN_CHATS)
+    check_supported(raw)
     chat = parse(TokenizeChatRequest, raw)
-    used = {*TokenizeChatRequest.model_fields, *_NEUTRAL_IN_CHATS, "prompt"}
-    context.unknown_fields.notice(raw, used)
+    context.unknown_fields.notice(raw, {*TokenizeChatRequest.model_fields, "prompt"})
     context.check_model(chat.model)
     return chat_prompt(chat), bool(chat.return_token_strs)
 

@@ -172,6 +172,7 @@ class TokenizeChatRequest(Wire):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
