@@ -54,6 +54,7 @@ PAIRS = {
     "llama-bf16": Pair("bf16", peers.LLAMA, "bf16", "http"),
     "llama-q8_0": Pair("q8_0", peers.LLAMA, "q8_0", "http"),
     "llama-q4_1": Pair("q4_1", peers.LLAMA, "q4_1", "http"),
+    "llama-q4_1-int8": Pair("q4_1 int8", peers.LLAMA, "q4_1", "http"),
     "openvino-bf16": Pair("bf16", peers.OPENVINO, "bf16", "in-process"),
     "openvino-int8": Pair("q4_1", peers.OPENVINO, "int8", "in-process"),
     "openvino-q4_1": Pair("q4_1", peers.OPENVINO, "q4_1", "in-process"),
@@ -62,6 +63,7 @@ PAIRS = {
 OCTAVO_FORMS: dict[str, dict[str, str]] = {
     "bf16": {"dtype": "bfloat16"},
     "q4_1": {"quantization": "auto"},
+    "q4_1 int8": {"quantization": "int8"},
     "q8_0": {"quantization": "auto"},
     "float32": {"dtype": "float32"},
     "torch bf16": {"dtype": "bfloat16", "attention_backend": "torch"},

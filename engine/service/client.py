@@ -32,7 +32,7 @@ from ..api import (
     TextPrompt,
 )
 from ..checkpoint.checkpoint import Checkpoint
-from ..config import EngineConfig
+from ..config import EngineConfig, engine_environment
 from ..errors import (
     ConfigError,
     EngineDeadError,
@@ -175,7 +175,9 @@ class EngineClient(Engine):
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.bind(endpoint)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=engine_environment(self._config)
+        )
         if process.stdin is not None:
             process.stdin.write(pack_launch(Launch(self._config, endpoint, 0, log_level)))
             process.stdin.flush()

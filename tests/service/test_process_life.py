@@ -19,6 +19,8 @@ import httpx
 import psutil
 import pytest
 
+from octavo.engine.config import EngineConfig, ExecutionConfig, engine_environment
+
 pytestmark = pytest.mark.slow
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 500, "ignore_eos": True, "stream": True, "seed": 1}
@@ -359,3 +361,19 @@ def test_a_long_tmpdir_does_not_keep_the_engine_from_starting(
     monkeypatch.setenv("TMPDIR", str(folder))
     with start_server(str(tiny_model)) as server:
         assert httpx.post(f"{server.url}/v1/completions", json=CANARY).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("environ", "backend", "expected"),
+    [
+        ({"A": "b"}, "auto", {"A": "b", "GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "7"}, "auto", {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "auto", {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ({}, "torch", {}),
+    ],
+)
+def test_compute_threads_sleep_soon_unless_told_otherwise(
+    environ: dict[str, str], backend: str, expected: dict[str, str]
+) -> None:
+    config = EngineConfig(execution=ExecutionConfig(attention_backend=backend))
+    assert engine_environment(config, environ) == expected
