@@ -461,6 +461,7 @@ class EngineInfo:
     enable_prefix_caching: bool = True
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20  # alternatives that may be asked for; -1: any number
+    scheduling_policy: str = "fcfs"  # "priority": requests may have one
 
 
 @dataclass(frozen=True, slots=True)

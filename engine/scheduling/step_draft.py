@@ -25,6 +25,16 @@ class StepDraft:
         """Hits inside a block."""
         self._memory = memory
 
+    def keep_for_decoding(self, num_tokens: int) -> None:
+        """Leave so much of the budget to sequences that decode, whatever comes before them."""
+        self._prefill_budget -= num_tokens
+        if num_tokens and self._max_mixed_prefill_tokens is not None:
+            self._prefill_budget = min(self._prefill_budget, self._max_mixed_prefill_tokens)
+
+    def give_to_prompts(self) -> None:
+        """Take :meth:`keep_for_decoding` back, for a step without a row."""
+        self._prefill_budget = self.budget
+
     @property
     def has_room(self) -> bool:
         """Whether a prompt may be begun."""
