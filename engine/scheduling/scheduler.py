@@ -150,9 +150,6 @@ class Scheduler:
             self._make_way(draft)
         num_preemptions = self.counters.num_preemptions
         self._schedule_running(draft)
-        if table.is_by_priority and not draft.rows:  # all that decode were preempted
-            draft.give_to_prompts()
-            self._schedule_running(draft)
         if table.waiting and self.counters.num_preemptions == num_preemptions:
             self._admitter.admit(draft)
         if not draft.rows and (table.running or table.waiting):

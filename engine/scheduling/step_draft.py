@@ -26,14 +26,13 @@ class StepDraft:
         self._memory = memory
 
     def keep_for_decoding(self, num_tokens: int) -> None:
-        """Leave so much of the budget to sequences that decode, whatever comes before them."""
+        """Leave so much of the budget to sequences that decode, whatever comes before them.
+
+        A step has a token for each sequence that may run, so that something is left for prompts.
+        """
         self._prefill_budget -= num_tokens
         if num_tokens and self._max_mixed_prefill_tokens is not None:
             self._prefill_budget = min(self._prefill_budget, self._max_mixed_prefill_tokens)
-
-    def give_to_prompts(self) -> None:
-        """Take :meth:`keep_for_decoding` back, for a step without a row."""
-        self._prefill_budget = self.budget
 
     @property
     def has_room(self) -> bool:

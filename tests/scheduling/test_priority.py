@@ -175,20 +175,6 @@ def test_an_urgent_prompt_holds_up_no_stream(bench: Any) -> None:
     assert len(b.plans[-1].rows) == 4
 
 
-def test_the_whole_budget_is_there_when_all_that_decode_were_preempted(
-    bench: Any, expected: Expected
-) -> None:
-    """A prompt that comes first, and a stream that needs the block that the prompt needs too."""
-    b = bench(num_blocks=5, block_size=4, budget=2, policy="priority", max_num_seqs=2)
-    b.add("stream", prompt(1, 3), max_tokens=8, priority=1)
-    b.step()
-    b.step()
-    b.add("long", prompt(2, 12), max_tokens=4, priority=0)
-    b.drain()
-    assert b.outputs["stream"] == expected(prompt(1, 3), 8)
-    assert b.outputs["long"] == expected(prompt(2, 12), 4)
-
-
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 12), st.integers(1, 3)),
