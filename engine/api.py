@@ -67,7 +67,7 @@ class SamplingParams:
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # [0, 1], relative to the most likely token
-    seed: int | None = None  # int64; None: drawn at admission
+    seed: int | None = None  # int64; None or -1: drawn at admission
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -95,6 +95,8 @@ class SamplingParams:
             put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.top_k == -1:
             put(self, "top_k", 0)
+        if self.seed == -1:
+            put(self, "seed", None)
         self._check_numbers()
         self._check_lengths()
         self._check_stops()

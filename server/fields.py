@@ -35,6 +35,7 @@ NO_EFFECT = frozenset(
         "include_reasoning",
         "session_id",
         "request_id",
+        "spaces_between_special_tokens",
     }
 )
 
@@ -67,7 +68,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
     "media_io_kwargs": _EMPTY,
-    "priority": (0,),
+    "mm_payload": _EMPTY,
     "kv_transfer_params": _EMPTY,
     "ec_transfer_params": _EMPTY,
     "vllm_xargs": _EMPTY,
@@ -76,7 +77,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_prompt_text": _OFF,
     "return_weight_versions": _OFF,
     "routed_experts_prompt_start": _NULL,
-    "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "modalities": (["text"],),
     "audio": _NULL,
@@ -91,7 +91,6 @@ _HINTS = {
     "chat_template": "templates come from the operator only",
     "response_format": "only the type 'text' is offered",
     "top_logprobs": "logprobs is the number of alternatives here",
-    "echo": "continue_final_message continues a message",
 }
 
 

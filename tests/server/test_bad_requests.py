@@ -82,7 +82,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
     (C, {"stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
     (
         C,
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": "yes"}},
         400,
         "stream_options.continuous_usage_stats",
     ),
@@ -149,7 +149,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None]] = [
     (X, {"logprobs": True, "top_logprobs": -1}, 400, "top_logprobs"),
     (X, {"logprobs": True, "top_logprobs": True}, 400, "top_logprobs"),
     (X, {"max_tokens": 0, "logprobs": True}, 400, "max_tokens"),
-    (X, {"echo": True}, 400, "echo"),
+    (X, {"echo": "yes"}, 400, "echo"),
     (C, {"suffix": "x"}, 400, "suffix"),
     (X, {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
     (X, {"response_format": {"type": "json_object"}}, 400, "response_format"),
