@@ -17,7 +17,13 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..engine.api import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from ..engine.api import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+)
 from ..engine.errors import InvalidRequestError, NotSupportedError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +50,6 @@ _EMPTY: tuple[Any, ...] = ([], {}, "")
 _NULL: tuple[Any, ...] = ()
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprob_token_ids": _EMPTY,
     # tools and constraints
     "tools": _EMPTY,
     "tool_choice": ("none", "auto"),
@@ -124,6 +129,7 @@ MAX_LENGTHS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "bad_words": MAX_BAD_WORDS,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
     "messages": 4096,
 }
 MAX_FIELDS = 256

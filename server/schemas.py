@@ -117,6 +117,9 @@ class GenerationFields(Wire):
     prompt_logprobs: Int64 | None = Field(
         None, description="Alternatives for each token of the prompt; 0: only the token's own."
     )
+    logprob_token_ids: list[Int64] | None = Field(
+        None, description="Alternatives, in place of the most likely ones; needs logprobs."
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Log-probabilities name tokens token_id:N."

@@ -154,7 +154,7 @@ class RequestTable:
         request.pending = []
         self.groups.pop(request.request_id, None)
         if request.beam_search is not None:
-            request.beam_search.candidates.clear()
+            request.beam_search.forget_candidates()
         for sequence in request.unfinished:
             if sequence.status is SequenceStatus.RUNNING:
                 self.running.remove(sequence)

@@ -72,6 +72,7 @@ class Admission:
         refuse_unsupported(request)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("logit_bias", tuple(sampling.logit_bias or ()))
+        self._check_ids("logprob_token_ids", sampling.logprob_token_ids)
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
         self._check_seats(sampling)
         self._check_logprobs(sampling)
