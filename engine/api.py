@@ -398,6 +398,10 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def lora_request(self) -> None:
+        """Adapters are not served; scripts look here all the same."""
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -426,6 +430,22 @@ class RequestOutput:
     first_prompt_token: bytes = b""  # which has no log-probability to name it; with echo
     metrics: RequestMetrics | None = None
     error: str | None = None  # why an output ended with FinishReason.ERROR
+
+    @property
+    def lora_request(self) -> None:
+        """Adapters are not served; scripts look here all the same."""
+
+    @property
+    def encoder_prompt(self) -> None:
+        """No model with an encoder is served; scripts look here all the same."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """As :attr:`encoder_prompt`."""
+
+    @property
+    def kv_transfer_params(self) -> None:
+        """Keys and values stay where they are; scripts look here all the same."""
 
 
 class RequestStream(Protocol):

@@ -22,6 +22,7 @@ from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
 from .wire import ChatWire, Wire
 
+
 def chat_router(context: Context) -> APIRouter:
     """The route, over its collaborators."""
     router = APIRouter(tags=["generation"])

@@ -90,9 +90,7 @@ def sample_logprobs(
     return [tuple(ones) for ones in reported]
 
 
-def _named(
-    logprobs: Tensor, row: int, token_ids: Sequence[int]
-) -> tuple[Likely, tuple[int, ...]]:
+def _named(logprobs: Tensor, row: int, token_ids: Sequence[int]) -> tuple[Likely, tuple[int, ...]]:
     """Certain tokens of one row and their ranks, in the order of ``token_ids``."""
     found: list[tuple[float, int]] = []
     for begin in range(0, len(token_ids), MAX_TOKENS_AT_ONCE):

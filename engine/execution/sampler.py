@@ -149,11 +149,7 @@ class Sampler:
     def _reported(self, logits: Tensor, rows: Sequence[SampledRow]) -> _Reported | None:
         """Log-probabilities of the rows that report those of their tokens, before any rule."""
         sampling = self._table.sampling
-        indices = [
-            index
-            for index, row in enumerate(rows)
-            if sampling[row.place].needs_logprobs
-        ]
+        indices = [index for index, row in enumerate(rows) if sampling[row.place].needs_logprobs]
         if not indices:
             return None
         asked = [sampling[rows[index].place] for index in indices]

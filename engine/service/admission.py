@@ -6,6 +6,7 @@ that nothing wrong reaches a step. Must not know sockets or processes.
 
 from __future__ import annotations
 
+import copy
 import random
 import secrets
 from collections.abc import Sequence
@@ -61,6 +62,12 @@ class Admission:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._random = random.Random(seed) if seed is not None else secrets.SystemRandom()
+
+    def with_chat_template(self, template: ChatTemplate) -> Admission:
+        """The same door, where chats are rendered with another template."""
+        other = copy.copy(self)
+        other._chat_template = template
+        return other
 
     def admit(self, request: GenerationRequest) -> Admitted:
         """Check one request.
@@ -183,9 +190,7 @@ class Admission:
             most = max(1, limit - (1 if asked is None else asked))
         return token_ids[:most] if request.keeps_prompt_start else token_ids[-most:]
 
-    def _check_length(
-        self, num_prompt_tokens: int, param: str, request: GenerationRequest
-    ) -> None:
+    def _check_length(self, num_prompt_tokens: int, param: str, request: GenerationRequest) -> None:
         """A prompt that is only looked at may fill the window."""
         limit = self._info.max_model_len
         most = limit if request.sampling.max_tokens == 0 else limit - 1

@@ -225,9 +225,7 @@ class Bench:
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
         self.scheduler.add(
-            NewRequest(
-                request_id, prompt, sampling, 0, arrival_time, priority, cache_salt, resume
-            )
+            NewRequest(request_id, prompt, sampling, 0, arrival_time, priority, cache_salt, resume)
         )
 
     def step(self) -> tuple[list[SequenceUpdate], int]:
