@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

@@ -268,7 +268,10 @@ def test_beams_tell_the_model_s_log_probabilities(
             else:
                 check_entries(one.logprobs, one.token_ids, rows, 2)
             if not params:
-                own = [entry[i].logprob for entry, i in zip(one.logprobs, one.token_ids)]  # type: ignore[arg-type]
+                own = [
+                    entry[i].logprob
+                    for entry, i in zip(one.logprobs or (), one.token_ids, strict=True)
+                ]
                 assert one.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
     with LLM(
         str(tiny_model), num_gpu_blocks_override=14, watermark=0.0, check_invariants=True
