@@ -17,7 +17,7 @@ _TEXT = "octavo generates text only"
 _AS_IT_IS = "steps run as they are, nothing is compiled or captured"
 _NO_SPECULATION = "there is no speculative decoding"
 _NO_LORA = "LoRA adapters are not served"
-_NOTHING = (None, {}, [], ())
+_NOTHING: tuple[Any, ...] = (None, {}, [], ())
 
 WITHOUT_EFFECT = frozenset(
     {

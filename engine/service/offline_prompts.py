@@ -6,7 +6,7 @@ Owns what they may hold; makes the engine's prompts of them. Must not know what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ..api import ChatPrompt, Prompt
 from ..api import TextPrompt as EngineTextPrompt
@@ -42,7 +42,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        _refuse(f"Prompts must be a list, got {type(prompts).__name__}.")
+        raise _wrong(f"Prompts must be a list, got {type(prompts).__name__}.")
     if prompts and isinstance(prompts[0], int):
         return [prompts]
     return list(prompts)
@@ -60,9 +60,8 @@ def engine_prompt(prompt: Any, *, add_special_tokens: bool = True) -> Prompt:
         return _from_mapping(prompt, add_special_tokens)
     if isinstance(prompt, Sequence):
         return _from_ids(prompt)
-    _refuse(
-        f"A prompt must be a string, token ids or a dictionary, got {type(prompt).__name__}.",
-    )
+    kind = type(prompt).__name__
+    raise _wrong(f"A prompt must be a string, token ids or a dictionary, got {kind}.")
 
 
 def _from_mapping(prompt: Mapping[str, Any], add_special_tokens: bool) -> Prompt:
@@ -73,13 +72,13 @@ def _from_mapping(prompt: Mapping[str, Any], add_special_tokens: bool) -> Prompt
         return _from_ids(prompt["prompt_token_ids"])
     if isinstance(prompt.get("prompt"), str):
         return EngineTextPrompt(prompt["prompt"], add_special_tokens)
-    _refuse("A prompt needs 'prompt' or 'prompt_token_ids'.")
+    raise _wrong("A prompt needs 'prompt' or 'prompt_token_ids'.")
 
 
 def _from_ids(token_ids: Any) -> Prompt:
-    ids = list(token_ids) if isinstance(token_ids, Sequence) else [None]
+    ids: list[Any] = list(token_ids) if isinstance(token_ids, Sequence) else [None]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        _refuse(f"Token ids must be integers, got {token_ids!r:.80}.")
+        raise _wrong(f"Token ids must be integers, got {token_ids!r:.80}.")
     return EngineTokensPrompt(ids)
 
 
@@ -94,7 +93,7 @@ def cache_salt(prompt: Any) -> str | None:
 def as_conversations(messages: Any) -> list[Any]:
     """One conversation or many as a list."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        _refuse(f"messages must be a list, got {type(messages).__name__}.", "messages")
+        raise _wrong(f"messages must be a list, got {type(messages).__name__}.", "messages")
     is_one = not messages or isinstance(messages[0], Mapping)
     return [messages] if is_one else list(messages)
 
@@ -105,28 +104,30 @@ def chat_prompt(conversation: Sequence[Message], **options: Any) -> ChatPrompt:
     Raises:
         InvalidRequestError: a message is no mapping, or has a part other than text.
     """
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+        raise _wrong("A conversation must be a list of messages.", "messages")
     return ChatPrompt([_message(one) for one in conversation], **options)
 
 
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        _refuse(f"A message must be a dictionary, got {type(message).__name__}.", "messages")
+        raise _wrong(f"A message must be a dictionary, got {type(message).__name__}.", "messages")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return dict(message)
     if not isinstance(content, Sequence):
-        _refuse("A message's content must be a text or a list of text parts.", "messages")
+        raise _wrong("A message's content must be a text or a list of text parts.", "messages")
     return {**message, "content": "".join(map(_part_text, content))}
 
 
 def _part_text(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
     if not isinstance(text, str):
-        _refuse(
+        raise _wrong(
             "A part of a message's content must be text: this model takes text only.", "messages"
         )
     return text
 
 
-def _refuse(message: str, param: str = "prompts") -> NoReturn:
-    raise InvalidRequestError(message, param=param)
+def _wrong(message: str, param: str = "prompts") -> InvalidRequestError:
+    return InvalidRequestError(message, param=param)

@@ -244,5 +244,5 @@ def test_a_stream_says_what_the_whole_answer_says(
             pool.submit(chunks_of, client, request, options)
             for request, (_, _, options) in zip(stopped, requests, strict=True)
         ]
-        for request, answer, chunks in zip(stopped, wholes, streams, strict=True):
-            check(request, answer.result(), chunks.result())
+        for request, one, other in zip(stopped, wholes, streams, strict=True):
+            check(request, one.result(), other.result())
