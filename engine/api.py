@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from .errors import InvalidRequestError
 
@@ -135,7 +135,7 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
-    def with_changes(self, **changes: Any) -> SamplingParams:
+    def with_changes(self, **changes: Any) -> Self:
         """A copy with other values, checked again."""
         return replace(self, **changes)
 

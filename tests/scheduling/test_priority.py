@@ -151,6 +151,21 @@ def test_low_priorities_wait_no_longer_than_their_age_allows(bench: Any) -> None
     assert low == sorted(low)
 
 
+def test_a_big_request_waits_no_longer_than_its_age_allows(bench: Any, expected: Expected) -> None:
+    """F08: it needs nearly the whole pool, and small urgent ones keep coming."""
+    b = bench(num_blocks=10, block_size=4, budget=64, policy="priority", priority_aging_s=5.0)
+    ends: dict[str, int] = {}
+    for second in range(40):
+        b.add(f"small{second}", prompt(second), max_tokens=3, arrival_time=float(second))
+        if second == 1:
+            b.add("big", prompt(7, 34), max_tokens=2, priority=1, arrival_time=1.0)
+        ends.update((u.request_id, second) for u in b.step()[0] if u.finish_reason)
+    assert 5 <= ends["big"] <= 15
+    assert b.outputs["big"] == expected(prompt(7, 34), 2)
+    b.drain()
+    assert {f"small{i}" for i in range(40)} <= set(b.outputs)
+
+
 def test_strict_priorities_may_starve(bench: Any) -> None:
     b = bench(max_num_seqs=1, policy="priority", priority_aging_s=0.0)
     b.add("low", prompt(1), priority=1, arrival_time=0.0)

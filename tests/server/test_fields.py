@@ -88,7 +88,7 @@ async def test_priority_is_the_header_s_else_the_body_s(
 async def test_a_priority_header_that_is_no_integer_is_a_400(
     client: httpx.AsyncClient, header: str
 ) -> None:
-    headers = {"X-Vllm-Priority": header.encode()}
+    headers = [(b"X-Vllm-Priority", header.encode())]
     response = await client.post(COMPLETIONS, json=BODIES[COMPLETIONS], headers=headers)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "priority"

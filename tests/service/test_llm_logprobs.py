@@ -222,9 +222,9 @@ def test_named_tokens_stand_in_place_of_the_most_likely(llm: LLM, oracle: Oracle
         for other, logprob in entry.items():
             assert abs(logprob.logprob - row[other].item()) < 1e-3
             assert logprob.rank == 1 + int((row > row[other]).sum())
-    (other,) = outputs[1].outputs
-    assert other.logprobs is not None
-    assert all(len(entry) == 2 for entry in other.logprobs)  # greedy: the first is among the two
+    (beside,) = outputs[1].outputs
+    assert beside.logprobs is not None
+    assert all(len(entry) == 2 for entry in beside.logprobs)  # greedy: the first is among the two
 
 
 @pytest.mark.parametrize(

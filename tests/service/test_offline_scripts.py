@@ -206,28 +206,28 @@ def test_a_progress_bar_of_one_s_own(llm: LLM) -> None:
 
 def test_a_parameter_may_be_set_and_is_checked_at_once() -> None:
     params = SamplingParams(max_tokens=5)
-    params.temperature = 0.0
+    params.temperature = 0.0  # type: ignore[misc]
     params.stop = ["a", "b"]  # type: ignore[misc, assignment]
     assert (params.max_tokens, params.is_greedy, params.stop) == (5, True, ("a", "b"))
     with pytest.raises(InvalidRequestError, match="top_p must be in"):
-        params.top_p = 0.0
+        params.top_p = 0.0  # type: ignore[misc]
     assert params.top_p == 1.0
     with pytest.raises(AttributeError, match="no field 'temprature'"):
-        params.temprature = 1.0  # type: ignore[attr-defined]
+        params.temprature = 1.0
 
 
 def test_a_clone_changes_by_itself() -> None:
     params = SamplingParams(n=2, seed=3)
     clone = params.clone()
     assert clone == params
-    clone.n = 4
+    clone.n = 4  # type: ignore[misc]
     assert (params.n, clone.n) == (2, 4)
 
 
 def test_a_request_keeps_the_parameters_that_it_was_given(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     llm.enqueue("a", params)
-    params.max_tokens = 1
+    params.max_tokens = 1  # type: ignore[misc]
     (output,) = llm.wait_for_completion(use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
 
