@@ -98,7 +98,7 @@ def as_conversations(messages: Any) -> list[Any]:
     return [messages] if is_one else list(messages)
 
 
-def chat_prompt(conversation: Sequence[Message], **options: Any) -> ChatPrompt:
+def chat_prompt(conversation: Any, **options: Any) -> ChatPrompt:
     """The engine's form of a conversation. Parts of a content are joined without a separator.
 
     Raises:
