@@ -246,3 +246,45 @@ def test_a_stream_says_what_the_whole_answer_says(
         ]
         for request, one, other in zip(stopped, wholes, streams, strict=True):
             check(request, one.result(), other.result())
+
+
+def test_named_alternatives_are_what_stands_beside_a_token(client: httpx.Client) -> None:
+    named = [65, 66, 67]
+    common = {"temperature": 0, "ignore_eos": True, "logprob_token_ids": named}
+    common["return_tokens_as_token_ids"] = True
+    body = {"prompt": "Hello", "max_tokens": 4, "logprobs": 2, **common}
+    (choice,) = whole(client, (COMPLETIONS, body))["choices"]
+    names = [f"token_id:{token_id}" for token_id in named]
+    for token, top in zip(
+        choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True
+    ):
+        assert set(top) == {token, *names}
+    check((COMPLETIONS, body), {"choices": [choice]}, chunks_of(client, (COMPLETIONS, body), None))
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "logprobs": True}
+    (choice,) = whole(client, (CHAT, body | common))["choices"]
+    for entry in choice["logprobs"]["content"]:
+        told = [top["logprob"] for top in entry["top_logprobs"]]
+        assert sorted(top["token"] for top in entry["top_logprobs"]) == sorted(names)
+        assert told == sorted(told, reverse=True)
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_beams_have_log_probabilities(client: httpx.Client, route: str) -> None:
+    body: dict[str, Any] = {"use_beam_search": True, "n": 3, "max_tokens": 6, "ignore_eos": True}
+    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "temperature": 0}
+    if route == COMPLETIONS:
+        body |= {"prompt": "Hello", "logprobs": 1}
+    else:
+        body |= {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True}
+    choices = whole(client, (route, body))["choices"]
+    assert len(choices) == 3
+    for choice in choices:
+        logprobs = choice["logprobs"]
+        if route == COMPLETIONS:
+            tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
+        else:
+            tokens = [entry["token"] for entry in logprobs["content"]]
+            values = [entry["logprob"] for entry in logprobs["content"]]
+        assert tokens == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+        assert len(tokens) == 6
+        assert sum(values) == pytest.approx(choice["cumulative_logprob"], abs=1e-4)
