@@ -205,6 +205,10 @@ def check(request: Request, answer: dict[str, Any], chunks: list[dict[str, Any]]
         numbers = [usage["completion_tokens"] for usage in told]
         assert numbers == sorted(numbers)
     assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in answer["choices"] if route == COMPLETIONS else ():
+        offsets = (choice["logprobs"] or {}).get("text_offset", [])
+        assert offsets == sorted(offsets)
+        assert not offsets or offsets[-1] <= len(choice["text"])
     for choice in answer["choices"]:
         for stop in body.get("stop", ()) if choice["finish_reason"] == "stop" else ():
             if choice["stop_reason"] == stop and body.get("include_stop_str_in_output"):
