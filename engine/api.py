@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from .errors import InvalidRequestError
 
@@ -29,6 +29,7 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128
 """Also of the ways in which a request's bad words can be written as tokens."""
 MAX_BAD_WORD_CHARS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token."""
 
@@ -67,7 +68,7 @@ class SamplingParams:
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # [0, 1], relative to the most likely token
-    seed: int | None = None  # int64; None: drawn at admission
+    seed: int | None = None  # int64; None or -1: drawn at admission
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -76,6 +77,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # alternatives; 0: only the drawn token's; -1: the whole vocabulary
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens but the first
+    logprob_token_ids: tuple[int, ...] = ()  # alternatives, in place of the most likely ones
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
     allowed_token_ids: tuple[int, ...] | None = None  # no other token is chosen
     bad_words: tuple[str, ...] = ()  # their last token is not chosen after the others
@@ -88,13 +90,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "logprob_token_ids"):
             value: Any = getattr(self, name)
             put(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.top_k == -1:
             put(self, "top_k", 0)
+        if self.seed == -1:
+            put(self, "seed", None)
+        if self.logprob_token_ids and self.logprobs is None:
+            put(self, "logprobs", 0)
         self._check_numbers()
         self._check_lengths()
         self._check_stops()
@@ -129,7 +135,7 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
-    def with_changes(self, **changes: Any) -> SamplingParams:
+    def with_changes(self, **changes: Any) -> Self:
         """A copy with other values, checked again."""
         return replace(self, **changes)
 
@@ -195,6 +201,11 @@ class SamplingParams:
             _refuse("stop_token_ids", f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids.")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id)
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            limit = MAX_LOGPROB_TOKEN_IDS
+            _refuse("logprob_token_ids", f"logprob_token_ids must hold at most {limit} ids.")
+        for token_id in self.logprob_token_ids:
+            _check_int("logprob_token_ids", token_id)
         if self.stop and not self.detokenize:
             _refuse("stop", "stop strings need detokenize=True.")
 
@@ -247,9 +258,8 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
             limit = MAX_BEAM_STOP_TOKEN_IDS
             _refuse("stop_token_ids", f"stop_token_ids must hold at most {limit} ids with beams.")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _refuse(name, f"{name} cannot be had from a beam search.")
+        if self.prompt_logprobs is not None:
+            _refuse("prompt_logprobs", "prompt_logprobs cannot be had from a beam search.")
         if self.max_tokens == 0:
             _refuse("max_tokens", "max_tokens must be at least 1 in a beam search.")
         for name, neutral in (
@@ -388,6 +398,10 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def lora_request(self) -> None:
+        """Adapters are not served; scripts look here all the same."""
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -416,6 +430,22 @@ class RequestOutput:
     first_prompt_token: bytes = b""  # which has no log-probability to name it; with echo
     metrics: RequestMetrics | None = None
     error: str | None = None  # why an output ended with FinishReason.ERROR
+
+    @property
+    def lora_request(self) -> None:
+        """Adapters are not served; scripts look here all the same."""
+
+    @property
+    def encoder_prompt(self) -> None:
+        """No model with an encoder is served; scripts look here all the same."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """As :attr:`encoder_prompt`."""
+
+    @property
+    def kv_transfer_params(self) -> None:
+        """Keys and values stay where they are; scripts look here all the same."""
 
 
 class RequestStream(Protocol):
@@ -461,6 +491,7 @@ class EngineInfo:
     enable_prefix_caching: bool = True
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20  # alternatives that may be asked for; -1: any number
+    scheduling_policy: str = "fcfs"  # "priority": requests may have one
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,15 +141,16 @@ def build_core(
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,
     )
-    watermark, mode = config.scheduler.watermark, config.scheduler.preemption_mode
     scheduler = Scheduler(
         SchedulerLimits(
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
             pool.max_model_len,
-            watermark,
-            mode,
+            config.scheduler.watermark,
+            config.scheduler.preemption_mode,
             limits.max_mixed_prefill_tokens,
+            config.scheduler.scheduling_policy,
+            config.scheduler.priority_aging,
         ),
         memory,
         checkpoint.eos_token_ids,
@@ -237,6 +238,7 @@ def _info(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         default_sampling=_default_sampling(config, checkpoint),
         max_logprobs=config.model.max_logprobs,
+        scheduling_policy=config.scheduler.scheduling_policy,
     )
 
 

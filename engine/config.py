@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
+POLICIES = ("fcfs", "priority")
 
 Config = TypeVar("Config", bound="_Checked")
 
@@ -272,6 +273,21 @@ class SchedulerConfig(_Checked):
         kind="float",
         least=0.0,
         most=0.5,
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "Order of requests. fcfs: first come, first served; priority: by the request's priority, a lower "
+        "number first, then first come, first served.",
+        choices=POLICIES,
+    )
+    priority_aging: float = option(
+        60.0,
+        "With --scheduling-policy priority: time of waiting that is worth one step of priority, so that no "
+        "request waits for ever behind more urgent ones. 0: priorities are strict.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=1e6,
     )
     preemption_mode: str = option(
         "auto",

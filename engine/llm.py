@@ -6,41 +6,60 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .api import (
-    ChatPrompt,
-    GenerationRequest,
-    KVSnapshot,
-    Prompt,
-    RequestOutput,
-    SamplingParams,
-    TextPrompt,
-    TokensPrompt,
-)
+from .api import GenerationRequest, KVSnapshot, Prompt, RequestOutput, SamplingParams
 from .build import build_core, find_checkpoint
 from .config import EngineConfig
-from .errors import ConfigError, InvalidRequestError
+from .errors import ConfigError, InvalidRequestError, NotSupportedError
 from .service.admission import Admission
 from .service.beam_params import BeamSearchOutput, BeamSearchParams, beam_search_output
+from .service.offline_options import engine_options
+from .service.offline_params import SamplingParams as ScriptSamplingParams
+from .service.offline_prompts import (
+    Message,
+    PromptLike,
+    as_conversations,
+    as_prompts,
+    cache_salt,
+    chat_prompt,
+    engine_prompt,
+)
+from .service.offline_tokenizer import ScriptTokenizer
 from .service.output import RequestState, merge
 from .stats import EngineStats
-from .text.chat_template import load_chat_template
-from .text.tokenizer import Tokenizer, load_tokenizer
+from .text.chat_template import ChatTemplate, load_chat_template
+from .text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-PromptLike = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, with ``"cache_salt"``
-where only prompts of the same salt may share cached blocks."""
-Message = Mapping[str, Any]
+ABSENT = {
+    "encode": "octavo generates text; see also embed()",
+    "classify": "there are no classifiers",
+    "score": "there are no cross-encoders",
+    "get_metrics": "stats() has the engine's counters and gauges",
+    "collective_rpc": "the model runs in this process",
+    "apply_model": "the model runs in this process",
+    "start_profile": "profile this process from outside",
+    "stop_profile": "profile this process from outside",
+    "sleep": "close() gives back the model's memory",
+    "wake_up": "the engine does not sleep",
+    "release_kv_cache_memory": "close() gives back all memory",
+    "reset_mm_cache": "there is no cache but that of prefixes",
+    "from_engine_args": "options are arguments of LLM()",
+    "init_weight_transfer_engine": "weights stay as they are",
+    "start_weight_update": "weights stay as they are",
+    "update_weights": "weights stay as they are",
+    "finish_weight_update": "weights stay as they are",
+}
+"""Methods that other engines have, and why there is none here."""
 
 
 class LLM:
@@ -49,7 +68,8 @@ class LLM:
     Args:
         model: a Hugging Face folder or one GGUF file; ``None`` for the embedded model.
         options: any engine option of docs/configuration.md under its flag's name with underscores, as in
-            ``block_size=16``.
+            ``block_size=16``. Names of other engines' options are accepted where they ask for nothing
+            that octavo does not do; ``chat_template`` may be a file or the template itself.
 
     Raises:
         ConfigError: an option is wrong or cannot work with this model or machine.
@@ -57,29 +77,59 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        config = EngineConfig.from_options({"model": model, **options})
+        options = engine_options(options)
+        template = options.pop("chat_template", None)
+        is_source = isinstance(template, str) and "{" in template
+        config = EngineConfig.from_options(
+            {"model": model, **options, "chat_template": None if is_source else template}
+        )
         checkpoint = find_checkpoint(config)
         self._tokenizer = load_tokenizer(checkpoint, config.model.tokenizer)
-        chat_template = load_chat_template(checkpoint, self._tokenizer, config.model.chat_template)
+        if is_source:
+            chat_template: ChatTemplate | None = self._template(template)
+        else:
+            chat_template = load_chat_template(
+                checkpoint, self._tokenizer, config.model.chat_template
+            )
+        self._script_tokenizer = ScriptTokenizer(self._tokenizer, chat_template)
         core, self._info = build_core(config, 0)
         self._core = core
         self._admission = Admission(self._info, self._tokenizer, chat_template, config.model.seed)
         self._request_ids = count()
+        self._live: dict[str, RequestState] = {}
+        self._results: dict[str, RequestOutput] = {}
+        self._enqueued: list[RequestState] = []
         self._is_closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        reason = ABSENT.get(name)
+        if reason is None:
+            raise AttributeError(f"LLM has no {name!r}.")
+        raise AttributeError(f"LLM has no {name}(): {reason}.")
+
+    # --- generation ------------------------------------------------------------------------------
 
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
         Args:
             prompts: one or many; see :data:`PromptLike`. A list of integers is one prompt.
             sampling_params: for all prompts, or one for each; ``None``: the model's defaults.
-            use_tqdm: show a progress bar on standard error.
+            use_tqdm: show a progress bar on standard error, or what makes one.
+            priority: of each prompt, lower first; needs ``scheduling_policy="priority"``.
+            tokenization_kwargs: ``add_special_tokens`` (default true) and ``truncate_prompt_tokens``.
+            lora_request: not offered.
+            mm_processor_kwargs: not offered.
 
         Returns:
             One output per prompt, in the prompts' order.
@@ -87,16 +137,77 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
         """
-        many = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        salts = [_cache_salt(one) for one in many]
-        return self._run([_prompt(one) for one in many], salts, sampling_params, use_tqdm)
+        _refuse_given(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
+        return self._run(self._submit(requests, self._admission), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the model's chat template.
+
+        Args:
+            messages: one conversation or many.
+            sampling_params: as in :meth:`generate`.
+            use_tqdm: as in :meth:`generate`.
+            lora_request: not offered.
+            priority: as in :meth:`generate`.
+            chat_template: in place of the model's, as Jinja.
+            chat_template_content_format: parts of a content are always joined: "auto" or "string".
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: go on in the last message instead.
+            tools: shown by templates that know them; the answer's text is not parsed.
+            chat_template_kwargs: passed on to the template.
+            tokenization_kwargs: ``add_special_tokens`` (default false) and ``truncate_prompt_tokens``.
+            mm_processor_kwargs: not offered.
+
+        Returns, raises: as :meth:`generate`.
+        """
+        _refuse_given(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        if chat_template_content_format not in ("auto", "string"):
+            raise NotSupportedError(
+                "chat_template_content_format must be auto or string: parts are always joined.",
+                param="chat_template_content_format",
+            )
+        is_special, cut = _tokenization(tokenization_kwargs, add_special_tokens=False)
+        prompts: list[Prompt] = [
+            chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs or {},
+                add_special_tokens=is_special,
+            )
+            for conversation in as_conversations(messages)
+        ]
+        admission = self._admission
+        if chat_template is not None:
+            admission = admission.with_chat_template(self._template(chat_template))
+        salts = [None] * len(prompts)
+        requests = self._as_requests(prompts, salts, sampling_params, priority, cut)
+        return self._run(self._submit(requests, admission), use_tqdm)
 
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         params: BeamSearchParams,
-        *,
+        lora_request: None = None,
         use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Find likely continuations by beam search.
 
@@ -106,7 +217,9 @@ class LLM:
         Args:
             prompts: one or many; see :data:`PromptLike`. A list of integers is one prompt.
             params: for all prompts.
+            lora_request: not offered.
             use_tqdm: show a progress bar on standard error.
+            concurrency_limit: of no effect: as many are computed at the same time as there is room for.
 
         Returns:
             One output per prompt, in the prompts' order, each with ``beam_width`` sequences, best first.
@@ -114,43 +227,52 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
         """
+        _refuse_given(lora_request=lora_request)
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
         return [beam_search_output(output, self._tokenizer) for output in outputs]
 
-    def chat(
+    def enqueue(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the model's chat template.
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[str]:
+        """Queue prompts. They are computed by :meth:`wait_for_completion`, or beside others before that.
 
-        Returns, raises: as :meth:`generate`.
+        Args, raises: as :meth:`generate`.
+
+        Returns:
+            Their request ids.
         """
-        is_one = not messages or isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if is_one else messages
-        prompts = [
-            ChatPrompt(
-                conversation,
-                add_generation_prompt and not continue_final_message,
-                continue_final_message,
-                template_kwargs=chat_template_kwargs or {},
-            )
-            for conversation in conversations
-        ]
-        return self._run(prompts, [None] * len(prompts), sampling_params, use_tqdm)
+        _refuse_given(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
+        states = self._submit(requests, self._admission)
+        self._enqueued += states
+        return [state.request_id for state in states]
 
-    def get_tokenizer(self) -> Tokenizer:
+    def wait_for_completion(
+        self, use_tqdm: bool | Callable[..., tqdm[Any]] = True
+    ) -> list[RequestOutput]:
+        """The outputs of all prompts that were queued, in the order in which they were."""
+        self._check_open()
+        states, self._enqueued = self._enqueued, []
+        return self._run(states, use_tqdm)
+
+    def get_tokenizer(self) -> ScriptTokenizer:
         """The model's tokenizer."""
-        return self._tokenizer
+        return self._script_tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The neutral parameters with the model's own defaults."""
-        return SamplingParams(**self._info.default_sampling)
+    def get_default_sampling_params(self) -> ScriptSamplingParams:
+        """The neutral parameters with the model's own defaults; they may be changed."""
+        return ScriptSamplingParams(**self._info.default_sampling)
+
+    def get_world_size(self) -> int:
+        """Devices that the model runs on."""
+        return 1
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -161,10 +283,26 @@ class LLM:
         self._check_open()
         return self._core.kv_snapshot()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every prefix, so that nothing computed so far is used again."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget every prefix, so that nothing computed so far is used again.
+
+        Args:
+            reset_running_requests: must be false: requests that run go on.
+            reset_connector: of no effect: there is no other cache.
+
+        Returns:
+            True: it is always possible.
+        """
         self._check_open()
+        if reset_running_requests:
+            raise NotSupportedError(
+                "reset_running_requests is not supported: requests that run go on.",
+                param="reset_running_requests",
+            )
         self._core.reset_prefix_cache()
+        return True
 
     def close(self) -> None:
         """Give back the model's memory. May be called more than once."""
@@ -186,36 +324,52 @@ class LLM:
         if self._is_closed:
             raise ConfigError("This LLM has been closed.")
 
-    # --- one batch -------------------------------------------------------------------------------
+    def _template(self, source: str) -> ChatTemplate:
+        tokenizer = self._tokenizer
+        return ChatTemplate(source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
 
-    def _run(
+    # --- requests --------------------------------------------------------------------------------
+
+    def _requests(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[GenerationRequest]:
+        is_special, cut = _tokenization(tokenization_kwargs, add_special_tokens=True)
+        many = as_prompts(prompts)
+        salts = [cache_salt(one) for one in many]
+        asked = [engine_prompt(one, add_special_tokens=is_special) for one in many]
+        return self._as_requests(asked, salts, sampling_params, priority, cut)
+
+    def _as_requests(
         self,
         prompts: Sequence[Prompt],
         salts: Sequence[str | None],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
+        priority: Sequence[int] | None,
+        max_prompt_tokens: int | None,
+    ) -> list[GenerationRequest]:
         self._check_open()
-        states = self._admit(prompts, salts, self._params_for(len(prompts), sampling_params))
-        results: dict[str, RequestOutput] = {}
-        bar = _progress_bar(len(states)) if use_tqdm else None
-        try:
-            for state in states:
-                self._core.add(state.admitted.new)
-            for output in self._outputs({state.request_id: state for state in states}):
-                earlier = results.setdefault(output.request_id, output)
-                if earlier is not output:
-                    merge(earlier, output)
-                if output.finished and bar is not None:
-                    bar.update()
-        finally:
-            self._core.abort([state.request_id for state in states])
-            if bar is not None:
-                bar.close()
-        ordered = [results[state.request_id] for state in states]
-        for result in ordered:
-            result.outputs.sort(key=lambda output: output.index)
-        return ordered
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts and {len(priorities)} priorities.", param="priority"
+            )
+        params = self._params_for(len(prompts), sampling_params)
+        return [
+            GenerationRequest(
+                str(next(self._request_ids)),
+                prompt,
+                sampling,
+                time.monotonic(),
+                rank,
+                salt,
+                max_prompt_tokens=max_prompt_tokens,
+            )
+            for prompt, salt, sampling, rank in zip(prompts, salts, params, priorities, strict=True)
+        ]
 
     def _params_for(
         self, num_prompts: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -231,35 +385,62 @@ class LLM:
             )
         return list(sampling_params)
 
-    def _admit(
-        self,
-        prompts: Sequence[Prompt],
-        salts: Sequence[str | None],
-        params: Sequence[SamplingParams],
+    def _submit(
+        self, requests: Sequence[GenerationRequest], admission: Admission
     ) -> list[RequestState]:
-        states = []
-        for prompt, salt, sampling in zip(prompts, salts, params, strict=True):
-            request_id = str(next(self._request_ids))
-            request = GenerationRequest(
-                request_id, prompt, sampling, time.monotonic(), cache_salt=salt
-            )
-            states.append(RequestState(self._admission.admit(request), self._tokenizer))
+        """Admit requests, all or none, and queue them."""
+        states = [RequestState(admission.admit(one), self._tokenizer) for one in requests]
+        for state in states:
+            self._core.add(state.admitted.new)
+            self._live[state.request_id] = state
         return states
 
-    def _outputs(self, states: dict[str, RequestState]) -> Iterator[RequestOutput]:
-        """Step until every request is done, yielding deltas."""
-        while self._core.has_work:
-            with _interrupt_between_steps():
-                updates = self._core.step().updates
-            now = time.monotonic()
-            for update in updates:
-                state = states.get(update.request_id)
-                if state is None:
-                    continue
-                output, stopped_here = state.apply(update, now)
-                if stopped_here:
-                    self._core.abort([], [(update.request_id, index) for index in stopped_here])
-                yield output
+    def _run(
+        self, states: Sequence[RequestState], use_tqdm: bool | Callable[..., tqdm[Any]]
+    ) -> list[RequestOutput]:
+        """Step until these requests are done; others that are queued advance beside them."""
+        bar = _progress_bar(len(states), use_tqdm)
+        ids = [state.request_id for state in states]
+        num_done = 0
+        try:
+            while (left := [i for i in ids if i in self._live]) and self._core.has_work:
+                self._step()
+                if bar is not None and len(ids) - len(left) > num_done:
+                    bar.update(len(ids) - len(left) - num_done)
+                    num_done = len(ids) - len(left)
+            results = [self._results.pop(request_id) for request_id in ids]
+        finally:
+            self._forget(ids)
+            if bar is not None:
+                bar.update(len(ids) - num_done)
+                bar.close()
+        for result in results:
+            result.outputs.sort(key=lambda output: output.index)
+        return results
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        self._core.abort(request_ids)
+        for request_id in request_ids:
+            self._live.pop(request_id, None)
+            self._results.pop(request_id, None)
+
+    def _step(self) -> None:
+        """Compute one step, and put what it gave to the results."""
+        with _interrupt_between_steps():
+            updates = self._core.step().updates
+        now = time.monotonic()
+        for update in updates:
+            state = self._live.get(update.request_id)
+            if state is None:
+                continue
+            output, stopped_here = state.apply(update, now)
+            if stopped_here:
+                self._core.abort([], [(update.request_id, index) for index in stopped_here])
+            earlier = self._results.setdefault(output.request_id, output)
+            if earlier is not output:
+                merge(earlier, output)
+            if output.finished:
+                del self._live[output.request_id]
 
 
 @contextmanager
@@ -278,37 +459,49 @@ def _interrupt_between_steps() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+def _refuse_given(**given: Any) -> None:
+    """
+    Raises:
+        NotSupportedError: one of these arguments, which are not offered, was given.
+    """
+    for name, value in given.items():
+        if value:
+            raise NotSupportedError(f"{name} is not supported.", param=name)
 
 
-def _prompt(prompt: Any) -> Prompt:
-    if isinstance(prompt, str):
-        return TextPrompt(prompt)
-    if isinstance(prompt, Mapping):
-        if "prompt_token_ids" in prompt:
-            return TokensPrompt(list(prompt["prompt_token_ids"]))
-        if isinstance(prompt.get("prompt"), str):
-            return TextPrompt(prompt["prompt"])
-        raise InvalidRequestError("A prompt needs 'prompt' or 'prompt_token_ids'.", param="prompts")
-    if isinstance(prompt, Sequence) and all(isinstance(token_id, int) for token_id in prompt):
-        return TokensPrompt(list(prompt))
-    raise InvalidRequestError(
-        f"A prompt must be a string, token ids or a dictionary, got {type(prompt).__name__}.",
-        param="prompts",
+def _tokenization(
+    kwargs: Mapping[str, Any] | None, *, add_special_tokens: bool
+) -> tuple[bool, int | None]:
+    """Whether special tokens are added, and to how many tokens a prompt is cut.
+
+    Raises:
+        InvalidRequestError: another argument, or a value of another kind.
+    """
+    left = dict(kwargs or {})
+    is_special, cut = (
+        left.pop("add_special_tokens", add_special_tokens),
+        left.pop("truncate_prompt_tokens", None),
     )
+    if left:
+        name = next(iter(left))
+        raise NotSupportedError(f"{name} is not supported.", param="tokenization_kwargs")
+    if not isinstance(is_special, bool):
+        raise InvalidRequestError(
+            f"add_special_tokens must be true or false, got {is_special!r}.",
+            param="tokenization_kwargs",
+        )
+    if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int)):
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be an integer, got {cut!r}.", param="tokenization_kwargs"
+        )
+    return is_special, cut
 
 
-def _cache_salt(prompt: Any) -> str | None:
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is not None and not isinstance(salt, str):
-        raise InvalidRequestError(f"cache_salt must be a text, got {salt!r}.", param="cache_salt")
-    return salt
-
-
-def _progress_bar(total: int) -> tqdm[Any]:
+def _progress_bar(total: int, use_tqdm: bool | Callable[..., tqdm[Any]]) -> tqdm[Any] | None:
+    if not use_tqdm:
+        return None
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc="prompts")
     from tqdm import tqdm
 
     return tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True)

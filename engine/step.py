@@ -84,7 +84,8 @@ class SampleLogprobs(NamedTuple):
 
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first, or those named
+    ranks: tuple[int, ...] = ()  # of those in ``top``, where they were named
 
 
 class RowResult(NamedTuple):
@@ -92,7 +93,7 @@ class RowResult(NamedTuple):
 
     seq_id: int
     token_ids: Sequence[int]  # one per sample asked for; of a row that is only scored, none
-    logprobs: Sequence[SampleLogprobs] | None = None  # one per sample, where asked
+    logprobs: Sequence[SampleLogprobs] | None = None  # one per sample or candidate, where asked
     candidates: Sequence[tuple[int, float]] | None = None  # (token id, logprob), most likely first
     prompt_logprobs: Sequence[SampleLogprobs] | None = None  # one per scored prompt token
     error: str | None = None  # the logits were not finite; only this row is affected

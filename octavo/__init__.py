@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .engine.api import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+    from .engine.api import CompletionOutput, FinishReason, Logprob, RequestOutput
     from .engine.llm import LLM
     from .engine.service.beam_params import (
         BeamSearchOutput,
         BeamSearchParams,
         BeamSearchSequence,
     )
+    from .engine.service.offline_params import SamplingParams
+    from .engine.service.offline_prompts import TextPrompt, TokensPrompt
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
-    "SamplingParams": "octavo.engine.api",
+    "SamplingParams": "octavo.engine.service.offline_params",
+    "TextPrompt": "octavo.engine.service.offline_prompts",
+    "TokensPrompt": "octavo.engine.service.offline_prompts",
+    "Logprob": "octavo.engine.api",
     "BeamSearchParams": "octavo.engine.service.beam_params",
     "BeamSearchOutput": "octavo.engine.service.beam_params",
     "BeamSearchSequence": "octavo.engine.service.beam_params",
@@ -36,8 +41,11 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "FinishReason",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -17,7 +17,13 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..engine.api import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from ..engine.api import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+)
 from ..engine.errors import InvalidRequestError, NotSupportedError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,7 @@ NO_EFFECT = frozenset(
         "include_reasoning",
         "session_id",
         "request_id",
+        "spaces_between_special_tokens",
     }
 )
 
@@ -43,7 +50,6 @@ _EMPTY: tuple[Any, ...] = ([], {}, "")
 _NULL: tuple[Any, ...] = ()
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprob_token_ids": _EMPTY,
     # tools and constraints
     "tools": _EMPTY,
     "tool_choice": ("none", "auto"),
@@ -67,7 +73,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
     "media_io_kwargs": _EMPTY,
-    "priority": (0,),
+    "mm_payload": _EMPTY,
     "kv_transfer_params": _EMPTY,
     "ec_transfer_params": _EMPTY,
     "vllm_xargs": _EMPTY,
@@ -76,7 +82,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_prompt_text": _OFF,
     "return_weight_versions": _OFF,
     "routed_experts_prompt_start": _NULL,
-    "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "modalities": (["text"],),
     "audio": _NULL,
@@ -91,7 +96,6 @@ _HINTS = {
     "chat_template": "templates come from the operator only",
     "response_format": "only the type 'text' is offered",
     "top_logprobs": "logprobs is the number of alternatives here",
-    "echo": "continue_final_message continues a message",
 }
 
 
@@ -125,6 +129,7 @@ MAX_LENGTHS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "bad_words": MAX_BAD_WORDS,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
     "messages": 4096,
 }
 MAX_FIELDS = 256

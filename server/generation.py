@@ -45,6 +45,8 @@ class Job:
     includes_usage: bool
     arrival_time: float
     cache_salt: str | None = None
+    priority: int = 0
+    repeats_usage: bool = False
     report: Report = NOTHING
     truncation: Truncation = AS_IT_IS
 
@@ -68,7 +70,7 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
         )
     streams = await context.engine.submit(engine_requests(job))
     if job.is_streamed:
-        events = _events(streams, job.sampling.n, wire, includes_usage=job.includes_usage)
+        events = _events(streams, job, wire)
         return EventStream(
             events, lambda: _abort(streams), keep_alive_s=context.keep_alive_interval_s
         )
@@ -88,6 +90,7 @@ def engine_requests(job: Job) -> list[GenerationRequest]:
             prompt,
             job.sampling,
             job.arrival_time,
+            job.priority,
             cache_salt=job.cache_salt,
             max_prompt_tokens=job.truncation.max_tokens,
             keeps_prompt_start=job.truncation.keeps_start,
@@ -103,11 +106,11 @@ def _abort(streams: Sequence[RequestStream]) -> None:
         stream.abort()
 
 
-async def _events(
-    streams: Sequence[RequestStream], n: int, wire: Wire, *, includes_usage: bool
-) -> AsyncGenerator[bytes]:
+async def _events(streams: Sequence[RequestStream], job: Job, wire: Wire) -> AsyncGenerator[bytes]:
     """The events of a stream, ``[DONE]`` included. A failure is an event of its own."""
-    usage = _prompt_usage(streams)
+    n, usage = job.sampling.n, _prompt_usage(streams)
+    if job.repeats_usage:
+        wire.repeat_usage(usage)
     opening = b"".join(
         wire.opening(i * n + j, stream.prompt_token_ids)
         for i, stream in enumerate(streams)
@@ -120,6 +123,8 @@ async def _events(
         async with aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 _add(usage, output)
+                if job.repeats_usage:
+                    wire.repeat_usage(usage)
                 chunks = []
                 for one in output.outputs:
                     number = index * n + one.index
@@ -129,7 +134,7 @@ async def _events(
                     chunks.append(_chunk(wire, number, one, output))
                 if any(chunks):
                     yield b"".join(chunks)
-        if includes_usage:
+        if job.includes_usage:
             yield wire.usage(usage)
     except (EngineDeadError, GenerationFailedError) as error:
         yield error_event(describe(error).body())

@@ -52,6 +52,7 @@ _CARD = {
     "root": "SmolLM2-135M-Instruct",
     "parent": None,
     "max_model_len": 8192,
+    "default_sampling_params": {},
 }
 _RENDERED = {
     "request_id": "7d0c-1f3a5b7c-0",

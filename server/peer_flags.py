@@ -21,7 +21,6 @@ _FORMAT = "the format follows from the model's files, safetensors or GGUF"
 _LOCAL = "models are local files; fetch them first and pass the path"
 _PROXY = "put a reverse proxy in front for this"
 _NO_TRACING = "there are no traces; /metrics has the numbers"
-_POLICY = "requests run first come, first served"
 _SILENT = "nothing of the kind is logged"
 _IN_BODY = "clients ask for it in the request"
 
@@ -53,7 +52,6 @@ PEER_FLAGS: dict[str, str] = {
     "--enable-chunked-prefill": "long prompts are always computed in chunks, see "
     "--max-num-batched-tokens",
     "--long-prefill-token-threshold": "see --max-num-batched-tokens",
-    "--scheduling-policy": _POLICY,
     "--async-scheduling": "steps run one after the other",
     "--stream-interval": "every token is sent as it comes",
     "--max-num-queued-reqs": "the queue has no limit of its own",

@@ -32,7 +32,15 @@ def _shape(context: Context, job: Job, request: RenderedRequest) -> dict[str, An
         "token_ids": request.prompt_token_ids,
         "sampling_params": msgspec.to_builtins(request.sampling, str_keys=True),
         "stream": job.is_streamed,
-        "stream_options": {"include_usage": True} if job.includes_usage else None,
+        "stream_options": _stream_options(job),
         "cache_salt": job.cache_salt,
-        "priority": 0,
+        "priority": job.priority,
     }
+
+
+def _stream_options(job: Job) -> dict[str, bool] | None:
+    asked = {
+        "include_usage": job.includes_usage,
+        "continuous_usage_stats": job.repeats_usage,
+    }
+    return {name: True for name, is_on in asked.items() if is_on} or None

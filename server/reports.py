@@ -28,6 +28,7 @@ class Report:
     has_echo: bool = False  # the prompt is the first part of the answer
     has_token_ids: bool = False
     names_ids: bool = False  # tokens are written as token_id:N
+    named: tuple[int, ...] = ()  # alternatives, in place of the most likely
 
     @property
     def tells_tokens(self) -> bool:
@@ -54,12 +55,19 @@ def completion_report(body: CompletionRequest) -> Report:
         InvalidRequestError: fields exclude each other; ``param`` names one.
     """
     _check_stream(body)
+    named = _named(body)
+    if body.echo and body.logprobs is not None and (named or body.use_beam_search):
+        other = "logprob_token_ids" if named else "use_beam_search"
+        raise InvalidRequestError(
+            f"echo and {other} exclude each other where there are logprobs.", param="echo"
+        )
     return Report(
         body.logprobs,
         body.prompt_logprobs,
         bool(body.echo),
         bool(body.return_token_ids),
         bool(body.return_tokens_as_token_ids),
+        named,
     )
 
 
@@ -85,7 +93,15 @@ def chat_report(body: ChatCompletionRequest, max_logprobs: int) -> Report:
         body.prompt_logprobs,
         has_token_ids=bool(body.return_token_ids),
         names_ids=bool(body.return_tokens_as_token_ids),
+        named=_named(body),
     )
+
+
+def _named(body: CompletionRequest | ChatCompletionRequest) -> tuple[int, ...]:
+    named = tuple(dict.fromkeys(body.logprob_token_ids or ()))
+    if named and (body.logprobs is None or body.logprobs is False):
+        raise InvalidRequestError("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+    return named
 
 
 def _check_stream(body: GenerationFields) -> None:
@@ -156,7 +172,7 @@ def chat_logprobs(tokens: Tokens | None, report: Report) -> dict[str, Any] | Non
     content = []
     for token_id, entry in zip(tokens.ids, tokens.entries, strict=True):
         if entry is not None:
-            top = _most_likely(entry, report.num_top)
+            top = _alternative_ids(entry, report)
             one = _chat_token(token_id, entry[token_id], report)
             one["top_logprobs"] = [_chat_token(other, entry[other], report) for other in top]
             content.append(one)
@@ -188,7 +204,7 @@ def completion_logprobs(tokens: Tokens | None, report: Report) -> dict[str, Any]
 
 def _alternatives(token_id: int, entry: Entry, report: Report) -> dict[str, float]:
     """The most likely tokens and the token itself; of several with one name, the most likely."""
-    likely = _most_likely(entry, report.num_top or 0)
+    likely = _alternative_ids(entry, report)
     found: dict[str, float] = {}
     for one in [*likely, *([] if token_id in likely else [token_id])]:
         found.setdefault(_name(one, entry[one].token_bytes, report), _shown(entry[one]))
@@ -226,6 +242,12 @@ def _by_id(entry: Entry, count: int) -> dict[str, dict[str, Any]]:
         }
         for token_id in kept
     }
+
+
+def _alternative_ids(entry: Entry, report: Report) -> list[int]:
+    if report.named:
+        return _most_likely({i: entry[i] for i in report.named if i in entry}, -1)
+    return _most_likely(entry, report.num_top or 0)
 
 
 def _most_likely(entry: Entry, count: int) -> list[int]:

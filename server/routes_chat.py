@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,12 +17,11 @@ from .generation import Job, answer
 from .prompts import truncation
 from .rendering import rendered
 from .reports import chat_report
+from .request_headers import priority
 from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
 from .wire import ChatWire, Wire
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 
 
 def chat_router(context: Context) -> APIRouter:
@@ -35,9 +33,9 @@ def chat_router(context: Context) -> APIRouter:
         context.check_accepting()
         raw = await read_json(request)
         check_lengths(raw)
-        check_supported(raw, _NEUTRAL)
+        check_supported(raw)
         body = parse(ChatCompletionRequest, raw)
-        context.unknown_fields.notice(raw, {*ChatCompletionRequest.model_fields, *_NEUTRAL})
+        context.unknown_fields.notice(raw, ChatCompletionRequest.model_fields)
         context.check_model(body.model)
         prompt, info = chat_prompt(body), context.engine.info
         report = chat_report(body, info.max_logprobs)
@@ -49,12 +47,16 @@ def chat_router(context: Context) -> APIRouter:
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
             cache_salt=body.cache_salt,
+            priority=priority(request, body.priority),
+            repeats_usage=body.repeats_usage,
             report=report,
             truncation=truncation(body),
         )
         wire = ChatWire(
             f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report
         )
+        if body.echo and prompt.messages[-1]["role"] == "assistant":
+            wire.echo = prompt.messages[-1]["content"]
         return job, wire
 
     @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))

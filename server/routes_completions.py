@@ -17,6 +17,7 @@ from .generation import Job, answer
 from .prompts import parse_prompts, truncation
 from .rendering import rendered
 from .reports import completion_report
+from .request_headers import priority
 from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import CompletionRequest, body_schema, parse
@@ -51,6 +52,8 @@ def completions_router(context: Context) -> APIRouter:
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
             cache_salt=body.cache_salt,
+            priority=priority(request, body.priority),
+            repeats_usage=body.repeats_usage,
             report=report,
             truncation=truncation(body),
         )

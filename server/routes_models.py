@@ -41,13 +41,17 @@ def _card(context: Context, name: str) -> dict[str, Any]:
         "owned_by": "octavo",
         "root": context.model_name,
         "parent": None,
-        "max_model_len": _max_model_len(context),
+        **_facts(context),
     }
 
 
-def _max_model_len(context: Context) -> int | None:
-    """``None`` while the engine is loading."""
+def _facts(context: Context) -> dict[str, Any]:
+    """What the engine knows of the model; nulls while it is loading."""
     try:
-        return context.engine.info.max_model_len
+        info = context.engine.info
     except EngineNotReadyError:
-        return None
+        return {"max_model_len": None, "default_sampling_params": None}
+    return {
+        "max_model_len": info.max_model_len,
+        "default_sampling_params": dict(info.default_sampling),
+    }

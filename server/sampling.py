@@ -35,6 +35,7 @@ _FIELDS = (
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
+    "logprob_token_ids",
     "allowed_token_ids",
     "bad_words",
 )

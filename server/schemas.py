@@ -68,8 +68,10 @@ EarlyStopping = Annotated[
 class StreamOptions(Wire):
     """``stream_options`` of a streamed request."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    include_usage: bool | None = Field(None, description="One more chunk, with the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="The usage so far in every chunk."
+    )
 
 
 class GenerationFields(Wire):
@@ -115,12 +117,18 @@ class GenerationFields(Wire):
     prompt_logprobs: Int64 | None = Field(
         None, description="Alternatives for each token of the prompt; 0: only the token's own."
     )
+    logprob_token_ids: list[Int64] | None = Field(
+        None, description="Alternatives, in place of the most likely ones; needs logprobs."
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Log-probabilities name tokens token_id:N."
     )
     cache_salt: str | None = Field(
         None, description="Cached blocks are shared only within one salt."
+    )
+    priority: Int64 | None = Field(
+        None, description="Lower runs first; needs --scheduling-policy priority."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -129,6 +137,11 @@ class GenerationFields(Wire):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether every chunk of a stream says the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationFields):
@@ -150,6 +163,9 @@ class ChatCompletionRequest(GenerationFields):
     messages: list[dict[str, Any]]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = Field(
+        None, description="The answer begins with the last message, if that is the assistant's."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = Field(None, description="Alternatives; needs logprobs.")

@@ -123,6 +123,10 @@ class Wire(ABC):
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """One choice of a whole answer."""
 
+    def repeat_usage(self, usage: Usage) -> None:
+        """From here on chunks say this usage (``stream_options.continuous_usage_stats``)."""
+        self._suffix = b',"usage":' + _encode(usage.as_dict()) + b"}\n\n"
+
     def usage(self, usage: Usage) -> bytes:
         """The extra chunk of ``stream_options.include_usage``."""
         return self._prefix + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
@@ -236,6 +240,7 @@ class ChatWire(Wire):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    echo = ""  # that each answer begins with
     _OPEN_END = b',"logprobs":null,"finish_reason":null}'
 
     def opening(self, index: int, prompt_token_ids: list[int]) -> bytes:
@@ -243,7 +248,8 @@ class ChatWire(Wire):
         more = b""
         if self.report.has_token_ids:
             more = b',"prompt_token_ids":' + _encode(prompt_token_ids)
-        return self._chunk(start, self._OPEN_END, more=more)
+        echo = self.delta(index, self.echo) if self.echo else b""
+        return self._chunk(start, self._OPEN_END, more=more) + echo
 
     def prompt(self, index: int, output: RequestOutput) -> bytes:
         return b""
@@ -279,7 +285,8 @@ class ChatWire(Wire):
         return before + self._chunk(_encode(last))
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        text = self.echo + "".join(choice.text)
+        message = {"role": "assistant", "content": text, "refusal": None}
         return {
             "index": index,
             "message": message,

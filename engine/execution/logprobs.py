@@ -61,15 +61,23 @@ def likely_tokens(logprobs: Tensor, counts: Sequence[int]) -> list[Likely]:
 
 
 def sample_logprobs(
-    logprobs: Tensor, token_ids: Sequence[Sequence[int]], num_top: Sequence[int]
+    logprobs: Tensor,
+    token_ids: Sequence[Sequence[int]],
+    num_top: Sequence[int],
+    named: Sequence[Sequence[int]] = (),
 ) -> list[tuple[SampleLogprobs, ...]]:
     """What is reported of tokens drawn from the rows of ``logprobs [num_rows, vocab_size]``.
 
     Args:
         token_ids: per row the tokens drawn from it.
         num_top: per row how many alternatives are wanted; -1: the whole vocabulary.
+        named: per row the alternatives that are wanted instead, where there are any.
     """
     alternatives = likely_tokens(logprobs, num_top)
+    ranks: list[tuple[int, ...]] = [()] * len(token_ids)
+    for row, ids in enumerate(named):
+        if ids:
+            alternatives[row], ranks[row] = _named(logprobs, row, ids)
     rows = [row for row, drawn in enumerate(token_ids) for _ in drawn]
     columns = [token_id for drawn in token_ids for token_id in drawn]
     reported: list[list[SampleLogprobs]] = [[] for _ in token_ids]
@@ -78,8 +86,18 @@ def sample_logprobs(
         for row, one in zip(
             rows[chunk], _ranked(logprobs, rows[chunk], columns[chunk]), strict=True
         ):
-            reported[row].append(SampleLogprobs(*one, alternatives[row]))
+            reported[row].append(SampleLogprobs(*one, alternatives[row], ranks[row]))
     return [tuple(ones) for ones in reported]
+
+
+def _named(logprobs: Tensor, row: int, token_ids: Sequence[int]) -> tuple[Likely, tuple[int, ...]]:
+    """Certain tokens of one row and their ranks, in the order of ``token_ids``."""
+    found: list[tuple[float, int]] = []
+    for begin in range(0, len(token_ids), MAX_TOKENS_AT_ONCE):
+        chunk = token_ids[begin : begin + MAX_TOKENS_AT_ONCE]
+        found += _ranked(logprobs, [row] * len(chunk), chunk)
+    pairs = zip(token_ids, found, strict=True)
+    return tuple((i, logprob) for i, (logprob, _) in pairs), tuple(rank for _, rank in found)
 
 
 def select_rows(values: Tensor, rows: Sequence[int]) -> Tensor:

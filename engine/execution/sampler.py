@@ -36,11 +36,12 @@ class SampledRow(NamedTuple):
 
 
 class _Reported(NamedTuple):
-    """Rows whose samples come with log-probabilities."""
+    """Rows whose samples or candidates come with log-probabilities."""
 
     indices: list[int]  # into the step's rows
     logprobs: Tensor  # [num_indices, vocab_size] float32
     num_top: list[int]
+    named: list[tuple[int, ...]]  # alternatives that are wanted in place of the most likely
 
 
 class Sampler:
@@ -86,9 +87,9 @@ class Sampler:
                 results.append(RowResult(row.seq_id, (), error=error))
             else:
                 results.append(RowResult(row.seq_id, token_ids))
+        _with_candidates(results, logits, rows, beams)
         if reported is not None:
             _with_logprobs(results, reported)
-        _with_candidates(results, logits, rows, beams)
         return results
 
     def _ruled(self, rows: Sequence[SampledRow]) -> list[RuledRow]:
@@ -146,25 +147,32 @@ class Sampler:
         return tensors, summary
 
     def _reported(self, logits: Tensor, rows: Sequence[SampledRow]) -> _Reported | None:
-        """Log-probabilities of the rows that report those of their samples, before any rule."""
+        """Log-probabilities of the rows that report those of their tokens, before any rule."""
         sampling = self._table.sampling
-        indices = [
-            index
-            for index, row in enumerate(rows)
-            if row.num_samples and sampling[row.place].needs_logprobs
-        ]
+        indices = [index for index, row in enumerate(rows) if sampling[row.place].needs_logprobs]
         if not indices:
             return None
-        num_top = [sampling[rows[index].place].logprobs or 0 for index in indices]
-        return _Reported(indices, torch.log_softmax(select_rows(logits, indices), dim=-1), num_top)
+        asked = [sampling[rows[index].place] for index in indices]
+        return _Reported(
+            indices,
+            torch.log_softmax(select_rows(logits, indices), dim=-1),
+            [0 if one.logprob_token_ids else one.logprobs or 0 for one in asked],
+            [one.logprob_token_ids for one in asked],
+        )
 
 
 def _with_logprobs(results: list[RowResult], reported: _Reported) -> None:
-    token_ids = [results[index].token_ids for index in reported.indices]
-    found = sample_logprobs(reported.logprobs, token_ids, reported.num_top)
+    token_ids = [_chosen(results[index]) for index in reported.indices]
+    found = sample_logprobs(reported.logprobs, token_ids, reported.num_top, reported.named)
     for index, logprobs in zip(reported.indices, found, strict=True):
         if results[index].error is None:
             results[index] = results[index]._replace(logprobs=logprobs)
+
+
+def _chosen(result: RowResult) -> Sequence[int]:
+    if result.candidates is None:
+        return result.token_ids
+    return [token_id for token_id, _ in result.candidates]
 
 
 def _to_logprobs(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:

@@ -2,7 +2,8 @@
 
 A waiting request is admitted when a seat is free for each of its sequences and all blocks that its tokens
 need fit above the watermark, less what the prefix cache has of them, counting what running requests are
-still owed. While nothing runs there is no watermark. The head of the queue is never overtaken.
+still owed. While nothing runs there is no watermark. The head of the queue is never overtaken. Where
+requests have priorities, running ones of a lower priority make way for it if it can begin with what they have.
 
 A request that wants its prompt's log-probabilities uses the prefix cache only up to what is known of them.
 """
@@ -24,12 +25,26 @@ RETRY_STEPS = 16
 """Steps after which a request that did not fit is looked up again, whether blocks were freed or not."""
 
 
+def _makes_way(running: Request, head: Request) -> bool:
+    """Whether a running request is preempted for the head of the queue, if need be."""
+    return running.new.priority > head.new.priority and running.rank > head.rank
+
+
 @dataclass(slots=True)
 class _Wait:
     """Why the head of the queue was not admitted."""
 
     request: Request
     num_blocks: int  # free ones that it needs
+    num_steps: int = 0
+
+
+@dataclass(slots=True)
+class _NoWay:
+    """Who could not begin even if all of a lower priority made way."""
+
+    request: Request
+    num_running: int
     num_steps: int = 0
 
 
@@ -51,6 +66,7 @@ class Admitter:
         self._clock = clock
         self._watermark_blocks = int(limits.watermark * memory.pool.num_blocks)
         self._wait: _Wait | None = None
+        self._no_way: _NoWay | None = None
 
     def admit(self, draft: StepDraft) -> None:
         """Admit from the head of the queue, as long as there are seats, blocks and budget."""
@@ -68,6 +84,38 @@ class Admitter:
             self._table.num_waiting -= len(request.unfinished)
             self._begin(request, matches, draft)
 
+    def victims(self) -> list[Request]:
+        """Running requests to preempt so that the head of the queue can begin, the last in order first.
+
+        None if it can begin without that, or not even with it. The queues are in order of priority.
+        """
+        head, running = self._table.waiting[0], self._table.running
+        if not running or not _makes_way(running[-1].request, head) or self._has_no_way(head):
+            return []
+        match = self._matches(head)[0].without_copy()
+        num_seats = self._num_seats_wanted(head) - self._limits.max_num_seqs
+        num_blocks = self._num_blocks_wanted(head, match) - self._memory.pool.num_free_blocks
+        found: list[Request] = []
+        num_left, freed = len(running), _Freed(self._memory, match)
+        while num_left and (num_seats > 0 or num_blocks > 0):
+            request = running[num_left - 1].request
+            if not _makes_way(request, head):
+                self._no_way = _NoWay(head, len(running))
+                return []
+            found.append(request)
+            num_left -= sum(s.blocks is not None for s in request.unfinished)
+            num_seats -= len(request.unfinished) + request.num_unborn
+            num_blocks -= freed.by(request) + num_blocks_owed(self._memory, [request])
+        return found
+
+    def _has_no_way(self, head: Request) -> bool:
+        """Whether it was found out lately, and nothing has ended since."""
+        known, num_running = self._no_way, len(self._table.running)
+        if known is None or known.request is not head or known.num_running != num_running:
+            return False
+        known.num_steps += 1
+        return known.num_steps % RETRY_STEPS != 0
+
     def _is_hopeless(self, request: Request) -> bool:
         """Whether what kept the head of the queue out is sure to last.
 
@@ -82,11 +130,14 @@ class Admitter:
         return not is_due and self._memory.pool.num_free_blocks < wait.num_blocks
 
     def _has_seats(self, request: Request) -> bool:
+        return self._num_seats_wanted(request) <= self._limits.max_num_seqs
+
+    def _num_seats_wanted(self, request: Request) -> int:
+        """Seats that are taken, and those of a waiting request."""
         taken = len(self._table.running) + sum(
             r.num_reserved_seats for r in self._table.groups.values()
         )
-        wanted = len(request.unfinished) + request.num_unborn
-        return taken + wanted <= self._limits.max_num_seqs
+        return taken + len(request.unfinished) + request.num_unborn
 
     def _matches(self, request: Request) -> list[PrefixMatch]:
         """What is there of the first sequence, or of all of them if they can come back together.
@@ -116,15 +167,20 @@ class Admitter:
 
     def _fits(self, request: Request, match: PrefixMatch) -> bool:
         """Whether all blocks of ``request`` fit above the watermark (see the module's rule)."""
-        wanted = num_blocks_wanted(self._memory, request, match)
-        if self._table.running:
-            wanted += num_blocks_owed(self._memory, self._table.groups.values())
-            wanted += self._watermark_blocks
+        wanted = self._num_blocks_wanted(request, match)
         if wanted <= self._memory.pool.num_free_blocks:
             self._wait = None
             return True
         self._wait = _Wait(request, wanted)
         return False
+
+    def _num_blocks_wanted(self, request: Request, match: PrefixMatch) -> int:
+        """Blocks that have to be free for ``request`` to begin."""
+        wanted = num_blocks_wanted(self._memory, request, match)
+        if self._table.running:
+            wanted += num_blocks_owed(self._memory, self._table.groups.values())
+            wanted += self._watermark_blocks
+        return wanted
 
     def _begin(self, request: Request, matches: list[PrefixMatch], draft: StepDraft) -> None:
         """Admit a request: the first sequence alone, or all that were swapped out together."""
@@ -171,3 +227,23 @@ class Admitter:
             raise SchedulingError("a request was admitted without room for its first tokens")
         if count:
             draft.put(sequence, start, count)
+
+
+class _Freed:
+    """Counts the blocks that are free when one request after the other has given back its own."""
+
+    def __init__(self, memory: KVCacheManager, match: PrefixMatch) -> None:
+        self._ref_counts = memory.pool.ref_counts
+        self._left: dict[int, int] = {}  # references that stay
+        self._wanted = frozenset(match.device_block_ids)  # which the newcomer takes at once
+
+    def by(self, request: Request) -> int:
+        """Blocks that nobody has any more after ``request``."""
+        num_freed = 0
+        for sequence in request.sequences:
+            for table in sequence.blocks.tables if sequence.blocks is not None else ():
+                for block_id in table:
+                    left = self._left.get(block_id, self._ref_counts[block_id]) - 1
+                    self._left[block_id] = left
+                    num_freed += left == 0 and block_id not in self._wanted
+        return num_freed

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..api import SamplingParams
+from ..step import SampleLogprobs
 
 Candidates = Sequence[tuple[int, float]]
 """Token ids and log-probabilities, most likely first."""
@@ -26,6 +27,7 @@ class Continuation(NamedTuple):
     parent: int  # index of the beam it continues
     token_id: int
     score: float  # cumulative log-probability
+    logprobs: SampleLogprobs | None = None  # of the token, where they are wanted
 
 
 class Hypothesis(NamedTuple):
@@ -34,6 +36,7 @@ class Hypothesis(NamedTuple):
     score: float  # with the length penalty
     token_ids: tuple[int, ...]
     cumulative_logprob: float
+    logprobs: tuple[SampleLogprobs, ...] | None = None  # one per token, where they are wanted
 
 
 class BeamSearch:
@@ -55,7 +58,10 @@ class BeamSearch:
         self.is_done = False
         self.candidates: dict[int, Candidates] = {}
         """By ``seq_id``: what the executor found for a beam, until all beams have theirs."""
+        self.reported: dict[int, Sequence[SampleLogprobs]] = {}
+        """Likewise what is reported of each candidate, where that is wanted."""
         self._scores = [0.0]  # of the live beams
+        self._told: list[tuple[SampleLogprobs, ...]] = [()]  # of their tokens, where wanted
         self._finished: list[Hypothesis] = []  # best first
         self._n = sampling.n
         self._length_penalty = sampling.length_penalty
@@ -68,35 +74,56 @@ class BeamSearch:
         """The ``n`` best finished ones, best first."""
         return self._finished[: self._n]
 
-    def advance(self, beams: Sequence[tuple[Sequence[int], Candidates]]) -> list[Continuation]:
+    def forget_candidates(self) -> None:
+        """What is known of some live beams will be computed again."""
+        self.candidates.clear()
+        self.reported.clear()
+
+    def advance(
+        self,
+        beams: Sequence[tuple[Sequence[int], Candidates]],
+        reported: Sequence[Sequence[SampleLogprobs]] = (),
+    ) -> list[Continuation]:
         """Take in the candidates of every live beam.
 
         Args:
             beams: per live beam, in the order of the last call's result: its output so far, all of one
                 length, and its candidates.
+            reported: per live beam what is reported of each of its candidates; empty if nothing is.
 
         Returns:
             The next beams, best first; none if the search ``is_done``.
         """
         length = len(beams[0][0]) + 1
-        best = self._best_continuations([candidates for _, candidates in beams])
+        best = self._best_continuations([candidates for _, candidates in beams], reported)
         is_last = length >= self._max_tokens
         ended = [is_last or c.token_id in self._stop_token_ids for c in best]
         following = [c for c, is_end in zip(best, ended, strict=True) if not is_end][: self.width]
         top = list(zip(best, ended, strict=True))[: self.width]
         self._finish([c for c, is_end in top if is_end], [output for output, _ in beams], length)
         self._scores = [c.score for c in following]
+        self._told = [self._told_of(c) for c in following]
         self.is_done = not following or not self._can_improve(length)
         return [] if self.is_done else following
 
-    def _best_continuations(self, candidates: Sequence[Candidates]) -> list[Continuation]:
+    def _best_continuations(
+        self, candidates: Sequence[Candidates], reported: Sequence[Sequence[SampleLogprobs]]
+    ) -> list[Continuation]:
         everything = [
-            Continuation(parent, token_id, self._scores[parent] + logprob)
+            Continuation(
+                parent,
+                token_id,
+                self._scores[parent] + logprob,
+                reported[parent][i] if reported else None,
+            )
             for parent, own in enumerate(candidates)
-            for token_id, logprob in own
+            for i, (token_id, logprob) in enumerate(own)
         ]
         everything.sort(key=lambda c: -c.score)
         return everything[: self._num_kept]
+
+    def _told_of(self, c: Continuation) -> tuple[SampleLogprobs, ...]:
+        return self._told[c.parent] if c.logprobs is None else (*self._told[c.parent], c.logprobs)
 
     def _finish(
         self, ended: list[Continuation], outputs: Sequence[Sequence[int]], length: int
@@ -106,7 +133,8 @@ class BeamSearch:
         for c in ended:
             score = c.score / length**self._length_penalty
             token_ids = (*outputs[c.parent], c.token_id)
-            self._finished.append(Hypothesis(score, token_ids, c.score))
+            told = None if c.logprobs is None else self._told_of(c)
+            self._finished.append(Hypothesis(score, token_ids, c.score, told))
         self._finished.sort(key=lambda h: -h.score)
         del self._finished[self.width :]
 

@@ -23,11 +23,14 @@ def take_candidates(
             table.memory.forget(beam.live_blocks)
         return _end_beams(table, request, row.error or "")
     search.candidates[sequence.seq_id] = row.candidates or ()
+    if row.logprobs is not None:
+        search.reported[sequence.seq_id] = row.logprobs
     if len(search.candidates) < len(request.sequences):
         return []
     beams = [(s.output_token_ids, search.candidates[s.seq_id]) for s in request.sequences]
-    search.candidates.clear()
-    continuations = search.advance(beams)
+    reported = [search.reported[s.seq_id] for s in request.sequences] if search.reported else ()
+    search.forget_candidates()
+    continuations = search.advance(beams, reported)
     if search.is_done:
         return _end_beams(table, request, "the beam search found too few answers")
     _replace_beams(table, request, continuations)
@@ -41,7 +44,7 @@ def _replace_beams(
     parents, beams = request.sequences, []
     num_tokens = len(parents[0].token_ids)
     continued: set[int] = set()
-    for parent_index, token_id, _ in continuations:
+    for parent_index, token_id, *_ in continuations:
         beam = parent = parents[parent_index]
         token_ids = [*parent.token_ids[:num_tokens], token_id]
         if parent_index in continued:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..memory.kv_cache_manager import KVCacheManager
 from ..step import ExecutorRates
-from .limits import SchedulerCounters, SchedulerLimits, SchedulingError
+from .limits import SchedulerCounters, SchedulerLimits
 from .request import Request
 from .request_table import RequestTable
 from .step_draft import StepDraft
@@ -74,8 +74,6 @@ class Preemption:
 
     def preempt(self, request: Request, draft: StepDraft) -> None:
         """Take all blocks of ``request``, and its rows out of the step; it waits again, first in line."""
-        if self._table.running[0].request is request:
-            raise SchedulingError(f"request {request.request_id} alone does not fit the pool")
         draft.drop({sequence.seq_id for sequence in request.sequences})
         self._swap_out(request)
         self._table.suspend(request)

@@ -14,6 +14,9 @@ from ..step import SampleLogprobs
 from .beam_search import BeamSearch
 from .limits import SchedulingError
 
+Rank = tuple[int, int]
+"""A request's place in order of priority: of two requests the lower one comes first."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
@@ -142,6 +145,7 @@ class Request:
         "num_preemptions",
         "num_scored_tokens",
         "pending",
+        "rank",
         "request_id",
         "scheduled_time",
         "sequences",
@@ -171,6 +175,7 @@ class Request:
         has_scores = sampling.prompt_logprobs is not None
         self.num_scored_tokens = 1 if has_scores else len(new.prompt_token_ids)
         self.num_preemptions = 0
+        self.rank: Rank = (0, 0)
         self.scheduled_time: float | None = None
 
     @property

@@ -6,27 +6,41 @@ and who is preempted is the business of its callers.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Iterable
+from itertools import pairwise
 
 from ..memory.block_hash import HashChain, private_root_hash, root_hash
 from ..memory.block_table import SequenceBlocks
 from ..memory.kv_cache_manager import KVCacheManager
 from ..step import Fork
 from .limits import SchedulingError
-from .request import NewRequest, Request, Sequence, SequenceStatus
+from .request import NewRequest, Rank, Request, Sequence, SequenceStatus
 
 
 class RequestTable:
-    """The queues. A request is in ``waiting``, or its sequences are in ``running``."""
+    """The queues. A request is in ``waiting``, or its sequences are in ``running``.
 
-    def __init__(self, memory: KVCacheManager) -> None:
+    Args:
+        memory: of all sequences.
+        is_by_priority: both queues are in order of rank, else of arrival and of admission.
+        aging_s: of waiting that is worth one step of priority; 0: priorities are strict.
+    """
+
+    def __init__(
+        self, memory: KVCacheManager, *, is_by_priority: bool = False, aging_s: float = 0.0
+    ) -> None:
         self.memory = memory
+        self.is_by_priority = is_by_priority
+        self._aging_ns = int(aging_s * 1e9)
+        self._num_added = 0
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.num_waiting = 0
         """Sequences of the requests that wait."""
         self.running: list[Sequence] = []
-        """In order of admission, a request's sequences adjacent."""
+        """In order of admission, or of rank; a request's sequences adjacent."""
         self.by_seq_id: dict[int, Sequence] = {}
         """Sequences with blocks."""
         self.groups: dict[str, Request] = {}
@@ -42,7 +56,7 @@ class RequestTable:
     # --- a request comes and goes ----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request behind the others, with the sequences that it begins with."""
+        """Queue a request at its place, with the sequences that it begins with."""
         new = request.new
         root = self._root_hash(new)
         for index in range(1 if request.beam_search else new.sampling.num_sequences):
@@ -53,8 +67,19 @@ class RequestTable:
                 sequence.status = SequenceStatus.FINISHED
             request.sequences.append(sequence)
         self.requests[new.request_id] = request
-        self.waiting.append(request)
+        if self.is_by_priority:
+            request.rank = self._rank(new)
+            insort(self.waiting, request, key=_rank_of)
+        else:
+            self.waiting.append(request)
         self.num_waiting += len(request.unfinished)
+
+    def _rank(self, new: NewRequest) -> Rank:
+        """All that wait grow older alike, so that a request's place among them never changes."""
+        self._num_added += 1
+        if not self._aging_ns:
+            return new.priority, self._num_added
+        return new.priority * self._aging_ns + int(new.arrival_time * 1e9), self._num_added
 
     def _root_hash(self, new: NewRequest) -> bytes:
         if self.memory.enable_prefix_caching:
@@ -98,7 +123,11 @@ class RequestTable:
         """Let a sequence run, with empty tables."""
         sequence.status = SequenceStatus.RUNNING
         blocks = sequence.blocks = self.memory.open(sequence.seq_id, sequence.chain)
-        self.running.append(sequence)
+        if self.is_by_priority:
+            place = bisect_right(self.running, sequence.request.rank, key=_request_rank_of)
+            self.running.insert(place, sequence)
+        else:
+            self.running.append(sequence)
         self.by_seq_id[sequence.seq_id] = sequence
         return blocks
 
@@ -121,11 +150,11 @@ class RequestTable:
         self.running[first : first + len(old)] = new
 
     def suspend(self, request: Request) -> None:
-        """Put a running request back at the head of the queue, without blocks."""
+        """Put a running request back at the head of the queue, or its place there, without blocks."""
         request.pending = []
         self.groups.pop(request.request_id, None)
         if request.beam_search is not None:
-            request.beam_search.candidates.clear()
+            request.beam_search.forget_candidates()
         for sequence in request.unfinished:
             if sequence.status is SequenceStatus.RUNNING:
                 self.running.remove(sequence)
@@ -134,7 +163,10 @@ class RequestTable:
             sequence.num_unwritten_tokens = 0
             sequence.unsent_token_ids = []
             sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(request)
+        if self.is_by_priority:
+            insort(self.waiting, request, key=_rank_of)
+        else:
+            self.waiting.appendleft(request)
         self.num_waiting += len(request.unfinished)
 
     def drop_blocks(self, sequence: Sequence, *, is_kept: bool = True) -> None:
@@ -200,3 +232,19 @@ class RequestTable:
             raise SchedulingError("a request is neither running nor waiting")
         if not self.requests and self.memory.pool.num_used_blocks:
             raise SchedulingError(f"{self.memory.pool.num_used_blocks} blocks are used by nobody")
+        if self.is_by_priority:
+            _check_order([request.rank for request in self.waiting])
+            _check_order([sequence.request.rank for sequence in self.running])
+
+
+def _rank_of(request: Request) -> Rank:
+    return request.rank
+
+
+def _request_rank_of(sequence: Sequence) -> Rank:
+    return sequence.request.rank
+
+
+def _check_order(ranks: Iterable[Rank]) -> None:
+    if any(one > other for one, other in pairwise(ranks)):
+        raise SchedulingError("a queue is not in order of priority")

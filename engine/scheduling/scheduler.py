@@ -22,6 +22,13 @@ same again, but for the tokens that each has already. The beams of a beam search
 back all its blocks and waits again at the head of the queue; its tokens are kept. What only it held is
 copied to the host tier and back, or computed anew, whichever is expected to be faster.
 
+**Priorities.** With the policy ``priority`` both queues are in order of rank: the priority, a lower number
+first, then arrival. Some time of waiting is worth one step of priority, so that new requests cannot overtake
+an old one for ever; with ``priority_aging_s`` 0 they can. A rank never changes, and what is said above of
+the order of admission holds of it: the budget is spent in its order, the last is preempted first, the first
+never. If seats or blocks for the head of the queue are held by running requests of lower rank and priority,
+these are preempted for it. Sequences that decode get their token in every step, whatever their rank.
+
 Must not know tensors, kernels, text or processes.
 """
 
@@ -61,7 +68,11 @@ class Scheduler:
         self.rates = Rates(rates)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
-        self._table = table = RequestTable(memory)
+        self._table = table = RequestTable(
+            memory,
+            is_by_priority=limits.policy == "priority",
+            aging_s=limits.priority_aging_s,
+        )
         self._admitter = Admitter(table, memory, limits, self.counters, clock)
         self._preemption = Preemption(table, memory, limits, self.counters, self.rates)
         self._next_step_id = 0
@@ -135,6 +146,8 @@ class Scheduler:
         memory.times.now = self._clock()
         limits = self.limits
         draft = StepDraft(limits.max_num_batched_tokens, memory, limits.max_mixed_prefill_tokens)
+        if table.is_by_priority:
+            self._make_way(draft)
         num_preemptions = self.counters.num_preemptions
         self._schedule_running(draft)
         if table.waiting and self.counters.num_preemptions == num_preemptions:
@@ -170,10 +183,24 @@ class Scheduler:
             has_room = blocks is not None and start + count <= blocks.num_slots
             is_alone = len(request.sequences) == 1
             if not (has_room and is_alone) and not self._make_room(sequence, start, count, draft):
-                self._preemption.preempt(running[-1].request, draft)
+                self._preempt_last(draft)
                 continue
             draft.put(sequence, start, count)
             position += 1
+
+    def _make_way(self, draft: StepDraft) -> None:
+        """For the head of the queue, by requests of lower priority; and for all that decode, by prompts."""
+        table = self._table
+        for request in self._admitter.victims() if table.waiting else ():
+            self._preemption.preempt(request, draft)
+        owed = (len(s.token_ids) - s.num_computed_tokens for s in table.running)
+        draft.keep_for_decoding(sum(1 for num_tokens in owed if num_tokens == 1))
+
+    def _preempt_last(self, draft: StepDraft) -> None:
+        first, last = self._table.running[0].request, self._table.running[-1].request
+        if first is last:
+            raise SchedulingError(f"request {last.request_id} alone does not fit the pool")
+        self._preemption.preempt(last, draft)
 
     def _make_room(self, sequence: Sequence, start: int, count: int, draft: StepDraft) -> bool:
         """Blocks for ``count`` tokens from ``start`` on that nobody else sees. ``False``: none free."""

@@ -25,6 +25,15 @@ class StepDraft:
         """Hits inside a block."""
         self._memory = memory
 
+    def keep_for_decoding(self, num_tokens: int) -> None:
+        """Leave so much of the budget to sequences that decode, whatever comes before them.
+
+        A step has a token for each sequence that may run, so that something is left for prompts.
+        """
+        self._prefill_budget -= num_tokens
+        if num_tokens and self._max_mixed_prefill_tokens is not None:
+            self._prefill_budget = min(self._prefill_budget, self._max_mixed_prefill_tokens)
+
     @property
     def has_room(self) -> bool:
         """Whether a prompt may be begun."""

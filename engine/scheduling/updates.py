@@ -76,6 +76,7 @@ def hypothesis(request: Request, index: int, found: Hypothesis) -> SequenceUpdat
         last if is_own_stop else None,
         request.scheduled_time,
         request.num_preemptions,
+        found.logprobs,
         num_cached_tokens=request.num_cached_tokens,
         cumulative_logprob=found.cumulative_logprob,
     )

@@ -6,6 +6,7 @@ that nothing wrong reaches a step. Must not know sockets or processes.
 
 from __future__ import annotations
 
+import copy
 import random
 import secrets
 from collections.abc import Sequence
@@ -62,6 +63,12 @@ class Admission:
         self._chat_template = chat_template
         self._random = random.Random(seed) if seed is not None else secrets.SystemRandom()
 
+    def with_chat_template(self, template: ChatTemplate) -> Admission:
+        """The same door, where chats are rendered with another template."""
+        other = copy.copy(self)
+        other._chat_template = template
+        return other
+
     def admit(self, request: GenerationRequest) -> Admitted:
         """Check one request.
 
@@ -72,10 +79,12 @@ class Admission:
         refuse_unsupported(request)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("logit_bias", tuple(sampling.logit_bias or ()))
+        self._check_ids("logprob_token_ids", sampling.logprob_token_ids)
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
         self._check_seats(sampling)
         self._check_logprobs(sampling)
         _check_salt(request.cache_salt)
+        self._check_priority(request.priority)
         text, prompt_token_ids = self._prompt(request)
         max_tokens = self._max_tokens(len(prompt_token_ids), request)
         by_id = self._special_stops(sampling)
@@ -144,7 +153,7 @@ class Admission:
         token_ids = self._cut(list(prompt.token_ids), request)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
-        self._check_length(len(token_ids), "prompt")
+        self._check_length(len(token_ids), "prompt", request)
         self._check_ids("prompt", token_ids)
         return None, token_ids
 
@@ -163,7 +172,7 @@ class Admission:
         token_ids = self._cut(self.tokenizer.encode(text, add_special_tokens), request)
         if not token_ids:
             raise InvalidRequestError("The prompt is empty.", param=param)
-        self._check_length(len(token_ids), param)
+        self._check_length(len(token_ids), param, request)
         return token_ids
 
     def _cut(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
@@ -177,12 +186,15 @@ class Admission:
                 param="truncate_prompt_tokens",
             )
         if most == -1:
-            most = max(1, limit - max(1, request.sampling.max_tokens or 1))
+            asked = request.sampling.max_tokens
+            most = max(1, limit - (1 if asked is None else asked))
         return token_ids[:most] if request.keeps_prompt_start else token_ids[-most:]
 
-    def _check_length(self, num_prompt_tokens: int, param: str) -> None:
+    def _check_length(self, num_prompt_tokens: int, param: str, request: GenerationRequest) -> None:
+        """A prompt that is only looked at may fill the window."""
         limit = self._info.max_model_len
-        if num_prompt_tokens >= limit:
+        most = limit if request.sampling.max_tokens == 0 else limit - 1
+        if num_prompt_tokens > most:
             raise InvalidRequestError(
                 f"This model's maximum context length is {limit} tokens, and the prompt has "
                 f"{num_prompt_tokens}, which leaves no room for output. Shorten the prompt.",
@@ -207,6 +219,22 @@ class Admission:
                 f"{param}={getattr(sampling, param)} is more than this server computes at the same "
                 f"time: {limit} sequences (--max-num-seqs).",
                 param=param,
+            )
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"priority must be an integer, got {priority!r}.", param="priority"
+            )
+        if not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError(
+                f"priority must fit in 64 bits, got {priority}.", param="priority"
+            )
+        if priority and self._info.scheduling_policy != "priority":
+            raise NotSupportedError(
+                "priority needs --scheduling-policy priority: here requests run first come, first "
+                "served.",
+                param="priority",
             )
 
     def _check_logprobs(self, sampling: SamplingParams) -> None:
@@ -312,7 +340,6 @@ def refuse_unsupported(request: GenerationRequest) -> None:
         NotSupportedError: one is set to something other than its neutral value.
     """
     asked = {
-        "priority": request.priority != 0,
         "resume": bool(request.resume),
     }
     for param, is_asked in asked.items():

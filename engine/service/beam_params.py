@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..api import Logprob, RequestOutput, SamplingParams
-from ..errors import InvalidRequestError
+from ..api import FinishReason, Logprob, RequestOutput, SamplingParams
+from ..errors import InvalidRequestError, NotSupportedError
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
@@ -32,6 +32,9 @@ class BeamSearchParams:
         skip_special_tokens: leave special tokens out of the text.
         min_tokens: no end or stop id is chosen before that many.
         stop_token_ids: further ids that end a hypothesis.
+        allowed_token_ids: no other token is chosen.
+        structured_outputs: not offered.
+        watermarking: not offered.
     """
 
     beam_width: int
@@ -44,6 +47,9 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    structured_outputs: None = None
+    watermarking: None = None
 
     def sampling_params(self) -> SamplingParams:
         """The same as parameters of ``generate``.
@@ -55,8 +61,12 @@ class BeamSearchParams:
             raise InvalidRequestError(
                 f"beam_width must be at least 1, got {self.beam_width}.", param="beam_width"
             )
+        for name in ("structured_outputs", "watermarking"):
+            if getattr(self, name) is not None:
+                raise NotSupportedError(f"{name} is not supported.", param=name)
         return SamplingParams(
             n=self.beam_width,
+            logprobs=0,
             use_beam_search=True,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
@@ -67,6 +77,7 @@ class BeamSearchParams:
             skip_special_tokens=self.skip_special_tokens,
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids,
+            allowed_token_ids=self.allowed_token_ids,
         )
 
 
@@ -77,7 +88,9 @@ class BeamSearchSequence:
     tokens: list[int]  # the prompt's ids, then the generated ones, an end id included
     cum_logprob: float  # of the generated tokens
     text: str  # the prompt's and the generated
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # not given out: empty
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the generated tokens
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id that ended it
 
 
 @dataclass(slots=True)
@@ -98,6 +111,9 @@ def beam_search_output(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearc
                 [*output.prompt_token_ids, *one.token_ids],
                 one.cumulative_logprob or 0.0,
                 prompt + one.text,
+                one.logprobs or [],
+                one.finish_reason,
+                one.stop_reason,
             )
             for one in output.outputs
         ]

@@ -173,8 +173,10 @@ class RequestState:
         return output
 
     def _cumulative_logprob(self, sequence: _SequenceState, update: SequenceUpdate) -> float | None:
-        if update.logprobs is None or self.admitted.new.sampling.logprobs is None:
+        if update.cumulative_logprob is not None:  # of a beam, with all that it was ranked by
             return update.cumulative_logprob
+        if update.logprobs is None or self.admitted.new.sampling.logprobs is None:
+            return None
         sequence.cumulative_logprob += sum(sample.logprob for sample in update.logprobs)
         return sequence.cumulative_logprob
 
@@ -287,9 +289,10 @@ class RequestState:
         self._prompt_logprobs += map(self._entry, token_ids, samples)
 
     def _entry(self, token_id: int, sample: SampleLogprobs) -> dict[int, Logprob]:
-        """A token's own log-probability, then the alternatives, most likely first."""
+        """A token's own log-probability, then the alternatives: most likely first, or as named."""
         entry = {token_id: self._logprob(token_id, sample.logprob, sample.rank)}
-        for rank, (other_id, logprob) in enumerate(sample.top, start=1):
+        ranks = sample.ranks or range(1, len(sample.top) + 1)
+        for rank, (other_id, logprob) in zip(ranks, sample.top, strict=True):
             if other_id not in entry:
                 entry[other_id] = self._logprob(other_id, logprob, rank)
         return entry

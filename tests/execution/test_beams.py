@@ -84,7 +84,7 @@ def test_rows_that_draw_and_rows_that_name_candidates_share_a_step(make_driver: 
     assert [len(together[i].candidates) for i in (0, 2)] == [4, 32]
     assert [len(together[i].token_ids) for i in prompts] == [0, 2, 0, 0, 2]
     assert (together[3].error, together[3].candidates) == (NONFINITE, None)
-    assert together[0].logprobs is None
+    assert [len(together[i].logprobs) for i in (0, 2)] == [4, 32]  # one per candidate
 
 
 def test_nothing_is_appended(make_driver: Any) -> None:

@@ -180,6 +180,8 @@ class Bench:
         preemption_mode: str = "swap",
         max_mixed_prefill_tokens: int | None = None,
         rates: ExecutorRates | None = None,
+        policy: str = "fcfs",
+        priority_aging_s: float = 0.0,
     ) -> None:
         self.memory = KVCacheManager(
             num_blocks,
@@ -195,6 +197,8 @@ class Bench:
             watermark,
             preemption_mode,
             max_mixed_prefill_tokens,
+            policy,
+            priority_aging_s,
         )
         self.scheduler = Scheduler(
             limits, self.memory, eos_token_ids, lambda: 1.0, rates or SLOW_COPIES
@@ -215,11 +219,13 @@ class Bench:
         max_tokens: int = 4,
         cache_salt: str | None = None,
         resume: tuple[ResumedSequence, ...] = (),
+        priority: int = 0,
+        arrival_time: float = 0.0,
         **params: object,
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
         self.scheduler.add(
-            NewRequest(request_id, prompt, sampling, 0, 0.0, cache_salt=cache_salt, resume=resume)
+            NewRequest(request_id, prompt, sampling, 0, arrival_time, priority, cache_salt, resume)
         )
 
     def step(self) -> tuple[list[SequenceUpdate], int]:

@@ -38,6 +38,7 @@ class Asked(NamedTuple):
     failure: int | None = None  # its rows of this step are not finite
     resumed: tuple[int, ...] = ()  # tokens that each child has already; all of them: it is finished
     is_scored: bool = False  # wants its prompt's log-probabilities
+    priority: int = 0
 
     def num_blocks(self, block_size: int) -> int:
         return num_blocks_needed(
@@ -97,6 +98,7 @@ def asked() -> st.SearchStrategy[Asked]:
             st.just(()), st.lists(st.integers(1, 30), min_size=4, max_size=4).map(tuple)
         ),
         is_scored=st.booleans(),
+        priority=st.integers(-2, 2),
     )
 
 
@@ -115,6 +117,8 @@ def add(b: Any, request_id: str, one: Asked, expected: Expected) -> None:
             one.prompt,
             one.max_tokens,
             one.salt,
+            priority=one.priority,
+            arrival_time=one.arrival,
             n=one.n,
             use_beam_search=True,
             length_penalty=one.length_penalty,
@@ -133,6 +137,8 @@ def add(b: Any, request_id: str, one: Asked, expected: Expected) -> None:
         one.max_tokens,
         one.salt,
         tuple(resume),
+        one.priority,
+        one.arrival,
         n=one.n,
         prompt_logprobs=scored,
     )
@@ -251,6 +257,8 @@ def _verify_beams(b: Any, name: str, one: Asked, beams: Any, *, is_aborted: bool
     preemption_mode=st.sampled_from(["swap", "recompute", "auto"]),
     swap_rate=st.sampled_from([1.0, 2.5, 100.0]),
     resets=st.sets(st.integers(0, 40), max_size=2),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    priority_aging_s=st.sampled_from([0.0, 3.0]),
 )
 @settings(deadline=None)
 def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
@@ -269,6 +277,8 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
     preemption_mode: str,
     swap_rate: float,
     resets: set[int],
+    policy: str,
+    priority_aging_s: float,
 ) -> None:
     requests = [one._replace(n=min(one.n, max_num_seqs)) for one in requests]
     requests = [
@@ -287,6 +297,8 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
         num_host_blocks=num_host_blocks,
         preemption_mode=preemption_mode,
         rates=ExecutorRates(1.0, swap_rate),
+        policy=policy,
+        priority_aging_s=priority_aging_s,
     )
     run(b, requests, resets, expected)
     verify(b, requests, expected, expected_beams)
@@ -310,6 +322,7 @@ def pressing_workload(random: Random, max_num_seqs: int) -> list[Asked]:
                 else None,
                 is_beam_search=random.random() < 0.3,
                 is_scored=random.random() < 0.3,
+                priority=random.randint(0, 3),
                 salt="a" if random.random() < 0.1 else None,
                 length_penalty=random.choice((1.0, 0.0, 2.0)),
                 early_stopping=random.choice((False, True, "never")),
@@ -346,6 +359,8 @@ def test_a_pool_under_pressure_preempts_and_swaps_and_loses_nothing(
         num_host_blocks=random.choice((0, 4, 16, 400)),
         preemption_mode=random.choice(("swap", "swap", "recompute", "auto")),
         rates=ExecutorRates(1.0, random.choice((1.0, 2.5, 100.0))),
+        policy=random.choice(("fcfs", "priority")),
+        priority_aging_s=random.choice((0.0, 5.0)),
     )
     run(b, requests, {random.randint(0, 60)} if random.random() < 0.2 else set(), expected)
     verify(b, requests, expected, expected_beams)

@@ -177,8 +177,7 @@ def test_a_row_that_is_not_finite_fails_alone(poisoned_model: Path) -> None:
         ({"logprobs": -2}, "logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"max_tokens": 0, "prompt_logprobs": None}, "max_tokens"),
-        ({"use_beam_search": True, "n": 2, "prompt_logprobs": None}, "logprobs"),
-        ({"use_beam_search": True, "n": 2, "logprobs": None}, "prompt_logprobs"),
+        ({"use_beam_search": True, "n": 2}, "prompt_logprobs"),
     ],
 )
 def test_wrong_values_are_refused_by_name(llm: LLM, changes: dict[str, Any], param: str) -> None:
@@ -205,3 +204,86 @@ def test_decoded_tokens(llm: LLM) -> None:
             assert one.token_bytes == tokenizer.token_bytes(token_id)
             assert one.decoded_token == one.token_bytes.decode(errors="replace")
         assert entry[256].decoded_token == "<|end|>"
+
+
+# --- named alternatives --------------------------------------------------------------------------
+
+
+def test_named_tokens_stand_in_place_of_the_most_likely(llm: LLM, oracle: Oracle) -> None:
+    named = (3, 200, 7, 3, *range(20, 60))
+    asked = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprob_token_ids=named)
+    plain = asked.with_changes(logprob_token_ids=(), logprobs=2)
+    outputs = llm.generate([PROMPTS[0], PROMPTS[1]], [asked, plain], use_tqdm=False)
+    (one,), prompt = outputs[0].outputs, PROMPTS[0]
+    assert one.logprobs is not None
+    rows = oracle(prompt + one.token_ids)[len(prompt) - 1 : -1]
+    for entry, token_id, row in zip(one.logprobs, one.token_ids, rows, strict=True):
+        assert set(entry) == {token_id, *named}
+        for other, logprob in entry.items():
+            assert abs(logprob.logprob - row[other].item()) < 1e-3
+            assert logprob.rank == 1 + int((row > row[other]).sum())
+    (beside,) = outputs[1].outputs
+    assert beside.logprobs is not None
+    assert all(len(entry) == 2 for entry in beside.logprobs)  # greedy: the first is among the two
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([-1], "logprob_token_ids holds token id -1"),
+        ([259], "logprob_token_ids holds token id 259"),
+        (["a"], "logprob_token_ids must be an integer"),
+        (list(range(129)), "at most 128"),
+    ],
+)
+def test_names_that_are_no_tokens_are_refused(llm: LLM, ids: list[Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate("a", SamplingParams(logprob_token_ids=ids), use_tqdm=False)  # type: ignore[arg-type]
+
+
+# --- beams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"logprob_token_ids": (5, 6)}, {"repetition_penalty": 1.5, "min_tokens": 4}]
+)
+def test_beams_tell_the_model_s_log_probabilities(
+    llm: LLM, oracle: Oracle, tiny_model: Path, params: dict[str, Any]
+) -> None:
+    search = SamplingParams(use_beam_search=True, n=3, max_tokens=9, temperature=0.0, **params)
+    told = search.with_changes(logprobs=2)
+    without = llm.generate(PROMPTS[:3], search, use_tqdm=False)
+    found = llm.generate(PROMPTS[:3], told, use_tqdm=False)
+    for prompt, output, other in zip(PROMPTS[:3], found, without, strict=True):
+        assert [o.token_ids for o in output.outputs] == [o.token_ids for o in other.outputs]
+        for one, plain in zip(output.outputs, other.outputs, strict=True):
+            assert plain.logprobs is None or params.get("logprob_token_ids")
+            assert one.cumulative_logprob == plain.cumulative_logprob
+            rows = oracle(prompt + one.token_ids)[len(prompt) - 1 : -1]
+            if "logprob_token_ids" in params:
+                assert one.logprobs is not None
+                for entry, token_id, row in zip(one.logprobs, one.token_ids, rows, strict=True):
+                    assert set(entry) == {token_id, 5, 6}
+                    assert abs(entry[5].logprob - row[5].item()) < 1e-3
+            else:
+                check_entries(one.logprobs, one.token_ids, rows, 2)
+            if not params:
+                own = [
+                    entry[i].logprob
+                    for entry, i in zip(one.logprobs or (), one.token_ids, strict=True)
+                ]
+                assert one.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
+    with LLM(
+        str(tiny_model), num_gpu_blocks_override=14, watermark=0.0, check_invariants=True
+    ) as small:
+        tight = small.generate(PROMPTS[:3], told, use_tqdm=False)
+        assert small.stats().num_preemptions > 0
+    for output, other in zip(found, tight, strict=True):
+        for one, again in zip(output.outputs, other.outputs, strict=True):
+            assert one.token_ids == again.token_ids
+            assert [list(e) for e in one.logprobs or ()] == [list(e) for e in again.logprobs or ()]
+
+
+def test_a_beam_s_prompt_has_no_log_probabilities() -> None:
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs cannot be had"):
+        SamplingParams(use_beam_search=True, n=2, prompt_logprobs=1)
