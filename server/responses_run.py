@@ -50,7 +50,10 @@ async def events(
     try:
         async with aclosing(pieces(stream, state.report, state.usage)) as parts:
             async for one, tokens in parts:
-                new = [] if state.has_begun else writer.begin()
+                new = []
+                if not state.has_begun:
+                    state.begin()
+                    new = writer.begin()
                 logprobs = state.add(one, tokens)
                 if one.text or logprobs:
                     new.append(writer.delta(one.text, logprobs))
@@ -81,31 +84,32 @@ class Background:
         self._store = store
         self._drain = drain
 
-    def start(self, running: Running, stream: RequestStream) -> None:
+    def start(self, running: Running) -> None:
         """Begin to generate."""
         self._drain.enter()
         self._store.begin(running)
-        running.task = asyncio.create_task(self._work(running, stream))
-        running.task.add_done_callback(lambda _: stream.abort())
+        running.task = asyncio.create_task(self._work(running))
 
     def cancel(self, running: Running) -> None:
         """End it with what there is."""
+        running.stream.abort()
         self._settle(running)
         if running.task is not None:
             running.task.cancel()
 
-    async def _work(self, running: Running, stream: RequestStream) -> None:
+    async def _work(self, running: Running) -> None:
         try:
             if running.log is None:
-                await finish(running.state, stream)
+                await finish(running.state, running.stream)
             else:
-                await _log(running.log, events(running.state, stream, running.writer))
+                await _log(running.log, events(running.state, running.stream, running.writer))
         except (EngineDeadError, GenerationFailedError) as error:
             _fail(running, describe(error))
         except Exception:
             logger.exception("a response in the background cannot be generated")
             _fail(running, INTERNAL)
         finally:
+            running.stream.abort()
             self._settle(running)
 
     def _settle(self, running: Running) -> None:

@@ -101,13 +101,17 @@ class ResponseState:
 
     # --- what becomes of it ----------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Its first token is there."""
+        self._has_begun, self.status = True, Status.IN_PROGRESS
+
     def add(self, one: CompletionOutput, tokens: Tokens | None) -> list[dict[str, Any]]:
         """Take a piece of the answer in.
 
         Returns:
             The log-probabilities of its tokens, where they are wanted.
         """
-        self._has_begun, self.status = True, Status.IN_PROGRESS
+        self.begin()
         self._text.append(one.text)
         told = chat_logprobs(tokens, self.report)
         logprobs: list[dict[str, Any]] = told["content"] if told else []

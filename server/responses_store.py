@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ..engine.api import RequestStream
 from ..engine.errors import InvalidRequestError, OverloadedError
 from .responses_events import EventLog, EventWriter
 from .responses_items import Item
@@ -52,6 +53,7 @@ class Running:
 
     state: ResponseState
     items: Sequence[Item]  # the conversation up to it
+    stream: RequestStream
     writer: EventWriter
     log: EventLog | None = None  # where its events are wanted
     task: asyncio.Task[None] | None = None

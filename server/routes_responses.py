@@ -123,8 +123,8 @@ def _answer_later(
         stream.abort()
         raise
     log = EventLog() if asked.body.stream else None
-    running = Running(state, asked.items, EventWriter(state), log)
-    background.start(running, stream)
+    running = Running(state, asked.items, stream, EventWriter(state), log)
+    background.start(running)
     return _as_stored(running) if log is None else _events_of(context, running, None)
 
 
