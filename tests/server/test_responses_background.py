@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from octavo.engine.api import GenerationRequest, RequestStream
 from octavo.engine.config import ServerConfig
 from octavo.server.app import create_app
 from octavo.server.drain import Drain
@@ -275,6 +276,24 @@ async def test_no_more_run_than_the_store_has_room_for(engine: FakeEngine) -> No
         await client.post(f"{PATH}/{first['id']}/cancel")
         await create(client)
         assert (await client.get(f"{PATH}/{first['id']}")).status_code == 404  # made room
+
+
+async def test_room_is_looked_at_again_once_the_engine_has_admitted(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = engine.submit
+
+    async def slow(requests: Sequence[GenerationRequest]) -> Sequence[RequestStream]:
+        await asyncio.sleep(0)
+        return await submit(requests)
+
+    monkeypatch.setattr(engine, "submit", slow)
+    engine.hold_at = 2
+    async with serving(engine, response_store_size=1) as client:
+        body = {"input": "hi", "background": True}
+        both = await asyncio.gather(*(client.post(PATH, json=body) for _ in range(2)))
+        assert sorted(answer.status_code for answer in both) == [200, 429]
+        assert [stream.is_aborted for stream in engine.streams] == [False, True]
 
 
 async def test_a_conversation_that_the_store_cannot_hold_is_refused(engine: FakeEngine) -> None:
