@@ -51,10 +51,10 @@ def test_streamed_and_whole_are_equal(client: openai.OpenAI) -> None:
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert "".join(event.delta for event in deltas) == whole.output_text
     last = events[-1].response
-    assert last.output[0].content == whole.output[0].content  # type: ignore[union-attr]
+    assert last.output[0].content == whole.output[0].content
     assert (last.usage, last.status) == (whole.usage, whole.status)
     told = [token for event in deltas for token in event.logprobs]
-    assert len(told) == whole.usage.output_tokens  # type: ignore[union-attr]
+    assert len(told) == whole.usage.output_tokens
     with client.responses.stream(**ask) as stream:
         for _ in stream:
             pass
