@@ -419,6 +419,21 @@ class ServerConfig(_Checked):
         "Offer GET /debug/kv and POST /reset_prefix_cache. Not for the open internet.",
         kind="bool",
     )
+    response_store_size: int = option(
+        1000,
+        "Responses of /v1/responses that are kept in memory to be retrieved and continued, the least recently used "
+        "going first; 0: none.",
+        kind="int",
+        least=0,
+        most=1_000_000,
+    )
+    response_store_bytes: int = option(
+        256 << 20,
+        "Memory for them, about; each counts with its whole conversation.",
+        kind="size",
+        unit="bytes",
+        least=1,
+    )
     log_level: str = option(
         "info", "Least severe log lines to print.", choices=("debug", "info", "warning", "error")
     )

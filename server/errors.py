@@ -53,6 +53,10 @@ class GenerationFailedError(RequestError):
     """A sequence ended with ``FinishReason.ERROR``: a 500 for its request alone."""
 
 
+class ResponseNotFoundError(RequestError):
+    """The path names a response that is not stored: a 404."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """One error, ready for the wire."""
@@ -97,6 +101,8 @@ def describe(error: OctavoError) -> Failure:
         return Failure(400, error.message, error.param, error.code or "unsupported_parameter")
     if isinstance(error, ModelNotFoundError):
         return Failure(404, error.message, "model", "model_not_found")
+    if isinstance(error, ResponseNotFoundError):
+        return Failure(404, error.message, error.param, "response_not_found")
     if isinstance(error, OverloadedError):
         retry = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return Failure(429, error.message, error.param, error.code or "overloaded", retry)
@@ -110,10 +116,10 @@ def describe(error: OctavoError) -> Failure:
     if isinstance(error, EngineDeadError):
         retry = {"Retry-After": str(NOT_READY_RETRY_S)}
         return Failure(503, "The engine has ended.", code="engine_dead", headers=retry)
-    return _INTERNAL
+    return INTERNAL
 
 
-_INTERNAL = Failure(500, "The server had an error.", code="internal_error")
+INTERNAL = Failure(500, "The server had an error.", code="internal_error")
 
 
 def describe_http(error: HTTPException) -> Failure:
@@ -193,4 +199,4 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 
 async def _on_unexpected(_request: Request, _error: Exception) -> Response:
-    return _INTERNAL.response()
+    return INTERNAL.response()

@@ -113,13 +113,13 @@ def check_supported(
     """
     refused = {**NOT_SUPPORTED, **(extra or {})}
     for name, value in body.items():
-        if name in refused and not _is_neutral(value, refused[name]):
+        if name in refused and not is_neutral(value, refused[name]):
             hint = _HINTS.get(name)
             reason = f": {hint}" if hint else " yet"
             raise NotSupportedError(f"{name} is not supported{reason}.", param=name)
 
 
-def _is_neutral(value: Any, neutral: Collection[Any]) -> bool:
+def is_neutral(value: Any, neutral: Collection[Any]) -> bool:
     """Whether ``value`` asks for nothing. Types count: true is not 1."""
     return value is None or any(type(value) is type(one) and value == one for one in neutral)
 

@@ -101,6 +101,24 @@ def engine_requests(job: Job) -> list[GenerationRequest]:
     ]
 
 
+async def pieces(
+    stream: RequestStream, report: Report, usage: Usage
+) -> AsyncGenerator[tuple[CompletionOutput, Tokens | None]]:
+    """What the one sequence of ``stream`` produces, as it comes, and what ``report`` wants of its tokens.
+
+    Args:
+        usage: Has the prompt's tokens; the output's are added.
+
+    Raises:
+        EngineDeadError, GenerationFailedError: nothing more will come.
+    """
+    async for output in stream:
+        _add(usage, output)
+        for one in output.outputs:
+            _check_failure(one, output.error)
+            yield one, _tokens(report, one, output)
+
+
 def _abort(streams: Sequence[RequestStream]) -> None:
     for stream in streams:
         stream.abort()

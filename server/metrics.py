@@ -41,6 +41,7 @@ from .metric_tables import (
     Read,
     one_two_five,
 )
+from .responses_metrics import ResponseMetrics
 
 ENGINE_INDEX = "0"
 _LABELS = ("model_name", "engine")
@@ -84,6 +85,8 @@ class Metrics:
         self.http = HttpMetrics(self.registry)
         self._engine = engine
         self._values = (model_name, ENGINE_INDEX)
+        labels = dict(zip(_LABELS, self._values, strict=True))
+        self.responses = ResponseMetrics(self.registry, labels)
         self._epoch = 0
         self._gauges = [(self._gauge(name, text), read) for name, text, read in GAUGES]
         self._totals = [_RunningTotal(self._counter(n, text), read) for n, text, read in COUNTERS]

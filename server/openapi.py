@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from . import responses_examples
 from .errors import Failure
 
 _JSON, _SSE = "application/json", "text/event-stream"
@@ -127,6 +128,24 @@ ROUTES: dict[tuple[str, str], Described] = {
     ),
     ("post", "/v1/completions/render"): Described([_RENDERED], _COMPLETIONS, statuses=_ASKED),
     ("post", "/v1/chat/completions/render"): Described(_RENDERED, _CHATS, statuses=_ASKED),
+    ("post", "/v1/responses"): Described(
+        responses_examples.RESPONSE,
+        responses_examples.BODIES,
+        responses_examples.EVENTS,
+        _ASKED,
+    ),
+    ("get", "/v1/responses/{response_id}"): Described(
+        responses_examples.RESPONSE, events=responses_examples.EVENTS, statuses=(400, 401, 404)
+    ),
+    ("delete", "/v1/responses/{response_id}"): Described(
+        responses_examples.DELETED, statuses=(401, 404)
+    ),
+    ("post", "/v1/responses/{response_id}/cancel"): Described(
+        responses_examples.RESPONSE, statuses=(400, 401, 404)
+    ),
+    ("get", "/v1/responses/{response_id}/input_items"): Described(
+        responses_examples.INPUT_ITEMS, statuses=(400, 401, 404)
+    ),
     ("post", "/tokenize"): Described(
         {
             "count": 2,
@@ -176,7 +195,7 @@ ROUTES: dict[tuple[str, str], Described] = {
 _ERRORS = {
     400: ("A field is wrong or not offered.", Failure(400, "n must be at least 1.", "n")),
     401: ("The key is missing or wrong.", Failure(401, "No key.", code="invalid_api_key")),
-    404: ("No such model.", Failure(404, "No such model.", "model", "model_not_found")),
+    404: ("No such model or response.", Failure(404, "No such model.", "model", "model_not_found")),
     413: ("The body is too large.", Failure(413, "Too large.", code="request_too_large")),
     415: ("The body is not JSON.", Failure(415, "Not JSON.", code="unsupported_media_type")),
     429: ("Too much is queued.", Failure(429, "Try again later.", code="overloaded")),

@@ -8,6 +8,7 @@ import pytest
 
 from octavo.server.errors import _CODES, _TYPES
 from octavo.server.fields import NO_EFFECT, NOT_SUPPORTED
+from octavo.server.responses_request import KNOWN
 from octavo.server.schemas import ChatCompletionRequest, CompletionRequest
 
 
@@ -24,6 +25,11 @@ def test_every_used_field_is_described(sections: dict[str, str]) -> None:
     text = sections["Fields of both generation routes"]
     used = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
     assert [name for name in sorted(used) if f"`{name}`" not in text] == []
+
+
+def test_every_field_of_a_response_is_described(sections: dict[str, str]) -> None:
+    text = sections["Responses"]
+    assert [name for name in sorted(KNOWN) if f"`{name}" not in text] == []
 
 
 def test_every_field_without_effect_is_listed(sections: dict[str, str]) -> None:
