@@ -237,6 +237,8 @@ def _info(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         default_sampling=_default_sampling(config, checkpoint),
         max_logprobs=config.model.max_logprobs,
+        hidden_size=checkpoint.spec.hidden_size,
+        pooling_type=config.model.pooling_type,
     )
 
 

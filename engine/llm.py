@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .api import (
     ChatPrompt,
     GenerationRequest,
     KVSnapshot,
+    PoolingParams,
     Prompt,
     RequestOutput,
     SamplingParams,
@@ -27,6 +28,7 @@ from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError
 from .service.admission import Admission
 from .service.beam_params import BeamSearchOutput, BeamSearchParams, beam_search_output
+from .service.embedding_output import EmbeddingRequestOutput, embedding_output
 from .service.output import RequestState, merge
 from .stats import EngineStats
 from .text.chat_template import load_chat_template
@@ -41,6 +43,7 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, with ``"cache_salt"``
 where only prompts of the same salt may share cached blocks."""
 Message = Mapping[str, Any]
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class LLM:
@@ -144,6 +147,46 @@ class LLM:
         ]
         return self._run(prompts, [None] * len(prompts), sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turn prompts into vectors: the model's last hidden states, pooled.
+
+        Args:
+            prompts: one or many; see :data:`PromptLike`. A list of integers is one prompt.
+            pooling_params: for all prompts, or one for each; ``None``: the engine's ``pooling_type``, all
+                dimensions, of length 1.
+            truncate_prompt_tokens: of a longer prompt only its last so many tokens count; -1: the window.
+            use_tqdm: show a progress bar on standard error.
+
+        Returns:
+            One output per prompt, in the prompts' order.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
+        """
+        many = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        poolings = _for_each("pooling_params", given, len(many))
+        requests = [
+            GenerationRequest(
+                str(next(self._request_ids)),
+                _prompt(prompt),
+                SamplingParams(max_tokens=0),
+                time.monotonic(),
+                cache_salt=_cache_salt(prompt),
+                max_prompt_tokens=truncate_prompt_tokens,
+                pooling=pooling,
+            )
+            for prompt, pooling in zip(many, poolings, strict=True)
+        ]
+        return [embedding_output(output) for output in self._compute(requests, use_tqdm)]
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
@@ -195,8 +238,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        params = self._params_for(len(prompts), sampling_params)
+        requests = [
+            GenerationRequest(
+                str(next(self._request_ids)), prompt, sampling, time.monotonic(), cache_salt=salt
+            )
+            for prompt, salt, sampling in zip(prompts, salts, params, strict=True)
+        ]
+        return self._compute(requests, use_tqdm)
+
+    def _compute(
+        self, requests: Sequence[GenerationRequest], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """The whole outputs of requests, in their order."""
         self._check_open()
-        states = self._admit(prompts, salts, self._params_for(len(prompts), sampling_params))
+        admitted = [self._admission.admit(request) for request in requests]
+        states = [RequestState(one, self._tokenizer) for one in admitted]
         results: dict[str, RequestOutput] = {}
         bar = _progress_bar(len(states)) if use_tqdm else None
         try:
@@ -222,29 +279,7 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * num_prompts
-        if len(sampling_params) != num_prompts:
-            raise InvalidRequestError(
-                f"{num_prompts} prompts and {len(sampling_params)} sampling parameters.",
-                param="sampling_params",
-            )
-        return list(sampling_params)
-
-    def _admit(
-        self,
-        prompts: Sequence[Prompt],
-        salts: Sequence[str | None],
-        params: Sequence[SamplingParams],
-    ) -> list[RequestState]:
-        states = []
-        for prompt, salt, sampling in zip(prompts, salts, params, strict=True):
-            request_id = str(next(self._request_ids))
-            request = GenerationRequest(
-                request_id, prompt, sampling, time.monotonic(), cache_salt=salt
-            )
-            states.append(RequestState(self._admission.admit(request), self._tokenizer))
-        return states
+        return _for_each("sampling_params", sampling_params, num_prompts)
 
     def _outputs(self, states: dict[str, RequestState]) -> Iterator[RequestOutput]:
         """Step until every request is done, yielding deltas."""
@@ -276,6 +311,15 @@ def _interrupt_between_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if pending:
         raise KeyboardInterrupt
+
+
+def _for_each(param: str, given: Params | Sequence[Params], num_prompts: int) -> list[Params]:
+    """One for all prompts, or one for each, as one for each."""
+    if not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequestError(f"{num_prompts} prompts and {len(given)} {param}.", param=param)
+    return list(given)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .engine.api import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+    from .engine.api import (
+        CompletionOutput,
+        FinishReason,
+        PoolingParams,
+        RequestOutput,
+        SamplingParams,
+    )
     from .engine.llm import LLM
     from .engine.service.beam_params import (
         BeamSearchOutput,
         BeamSearchParams,
         BeamSearchSequence,
     )
+    from .engine.service.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
@@ -25,6 +32,9 @@ _HOMES = {
     "BeamSearchOutput": "octavo.engine.service.beam_params",
     "BeamSearchSequence": "octavo.engine.service.beam_params",
     "RequestOutput": "octavo.engine.api",
+    "PoolingParams": "octavo.engine.api",
+    "EmbeddingOutput": "octavo.engine.service.embedding_output",
+    "EmbeddingRequestOutput": "octavo.engine.service.embedding_output",
     "CompletionOutput": "octavo.engine.api",
     "FinishReason": "octavo.engine.api",
 }
@@ -35,7 +45,10 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "FinishReason",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "__version__",

@@ -92,6 +92,8 @@ _HINTS = {
     "response_format": "only the type 'text' is offered",
     "top_logprobs": "logprobs is the number of alternatives here",
     "echo": "continue_final_message continues a message",
+    "stream": "an embedding comes whole",
+    "messages": "send texts or token ids as input",
 }
 
 

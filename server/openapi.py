@@ -126,6 +126,22 @@ ROUTES: dict[tuple[str, str], Described] = {
     ),
     ("post", "/v1/completions/render"): Described([_RENDERED], _COMPLETIONS, statuses=_ASKED),
     ("post", "/v1/chat/completions/render"): Described(_RENDERED, _CHATS, statuses=_ASKED),
+    ("post", "/v1/embeddings"): Described(
+        {
+            "id": "embd-7d0c",
+            "object": "list",
+            "created": 1767225600,
+            "model": "SmolLM2-135M-Instruct",
+            "data": [{"index": 0, "object": "embedding", "embedding": [0.6, -0.8]}],
+            "usage": {**_USAGE, "completion_tokens": 0, "total_tokens": 4},
+        },
+        {
+            "a text": {"input": "The food was delicious."},
+            "several texts": {"input": ["Hello", "Good morning"], "dimensions": 256},
+            "token ids": {"input": [17, 17], "pooling_type": "mean"},
+        },
+        statuses=_ASKED,
+    ),
     ("post", "/tokenize"): Described(
         {
             "count": 2,
