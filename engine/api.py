@@ -286,8 +286,9 @@ class PoolingParams:
             _check_int("dimensions", self.dimensions)
             if self.dimensions < 1:
                 _refuse("dimensions", f"dimensions must be at least 1, got {self.dimensions}.")
-        if not isinstance(self.normalize, bool):
-            _refuse("normalize", f"normalize must be true or false, got {self.normalize!r}.")
+        normalize: Any = self.normalize
+        if not isinstance(normalize, bool):
+            _refuse("normalize", f"normalize must be true or false, got {normalize!r}.")
 
 
 _MAX_FLOAT = sys.float_info.max

@@ -48,7 +48,12 @@ def floats(packed: bytes) -> list[float]:
 def test_what_is_pooled(make_driver: Callable[..., Any], fake_model: Any) -> None:
     kept: list[torch.Tensor] = []
     plain = fake_model.forward
-    fake_model.forward = lambda *args: kept.append(plain(*args)) or kept[-1]
+
+    def forward(*args: Any) -> torch.Tensor:
+        kept.append(plain(*args))
+        return kept[-1]
+
+    fake_model.forward = forward
     driver = make_driver(model=fake_model)
     last = embed(driver, 0, PROMPT, PoolingParams("last", normalize=False), [11])
     mean = embed(driver, 1, PROMPT, PoolingParams("mean", normalize=False), [11])
