@@ -1,7 +1,7 @@
 """What clients send to ``POST /v1/embeddings``, and what they receive.
 
-An answer's entries are encoded one by one, as they come from the engine: all of them at once would hold
-up every other request.
+An answer may have tens of megabytes. Its entries are encoded one by one, as they come from the engine, and
+sent one by one: all of them at once would hold up every other request.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ..engine.api import (
     FinishReason,
@@ -113,8 +115,27 @@ def embedding_requests(job: EmbeddingJob) -> list[GenerationRequest]:
     ]
 
 
-async def embedding_answer(streams: Sequence[RequestStream], job: EmbeddingJob) -> bytes:
-    """The whole answer, encoded.
+class JsonParts(Response):
+    """A JSON answer that comes in pieces."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Content-Length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def embedding_answer(streams: Sequence[RequestStream], job: EmbeddingJob) -> JsonParts:
+    """The whole answer.
 
     Raises:
         GenerationFailedError: an input has no embedding.
@@ -122,19 +143,20 @@ async def embedding_answer(streams: Sequence[RequestStream], job: EmbeddingJob) 
         EngineDeadError: the engine does.
     """
     usage = Usage(prompt_tokens=sum(len(stream.prompt_token_ids) for stream in streams))
-    entries = []
-    for index, stream in enumerate(streams):
-        embedding = await _embedding(stream, usage)
-        entries.append(_entry(index, embedding, is_base64=job.is_base64))
-        await asyncio.sleep(0)  # many may be there at once
     head = {
         "id": f"embd-{job.name}",
         "object": "list",
         "created": int(time.time()),
         "model": job.model_name,
     }
-    opening = _encode(head)[:-1] + b',"data":['
-    return opening + b",".join(entries) + b'],"usage":' + _encode(usage.as_dict()) + b"}"
+    parts = [_encode(head)[:-1] + b',"data":[']
+    for index, stream in enumerate(streams):
+        embedding = await _embedding(stream, usage)
+        entry = _entry(index, embedding, is_base64=job.is_base64)
+        parts.append(b"," + entry if index else entry)
+        await asyncio.sleep(0)  # many may be there at once
+    parts.append(b'],"usage":' + _encode(usage.as_dict()) + b"}")
+    return JsonParts(parts)
 
 
 async def _embedding(stream: RequestStream, usage: Usage) -> bytes:

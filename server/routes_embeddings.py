@@ -49,11 +49,10 @@ def embeddings_router(context: Context) -> APIRouter:
         job = _understood(context, raw, request_id(request), arrival_time)
         streams = await context.engine.submit(embedding_requests(job))
         try:
-            content = await until_disconnect(request.receive, embedding_answer(streams, job))
+            return await until_disconnect(request.receive, embedding_answer(streams, job))
         finally:
             for stream in streams:
                 stream.abort()
-        return Response(content, media_type="application/json")
 
     return router
 
