@@ -138,6 +138,16 @@ def test_an_interrupted_mean_begins_anew(make_driver: Callable[..., Any]) -> Non
     assert embed(driver, 0, PROMPT, MEAN, [6, 5]) == expected
 
 
+def test_the_place_of_an_interrupted_one_is_free_for_generation(
+    make_driver: Callable[..., Any],
+) -> None:
+    expected = make_driver().generate(1, PROMPT, 5)
+    driver = make_driver(max_num_seqs=1)
+    driver.step([driver.row(0, 0, 6, 0)], new_rows=(pooled(0, PROMPT, MEAN),))
+    driver.remove(0)
+    assert driver.generate(1, PROMPT, 5) == expected
+
+
 def test_a_mean_does_not_leave_out_tokens(make_driver: Callable[..., Any]) -> None:
     driver = make_driver()
     with pytest.raises(ExecutionError, match="pooled from token 4"):
@@ -179,10 +189,11 @@ def test_a_vector_of_zeros_stays() -> None:
     assert floats(pool.result().embedding or b"") == [0.0] * 4
 
 
-def test_bfloat16_states_are_summed_exactly() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_sums_lose_nothing(dtype: torch.dtype) -> None:
     pool = Pool(0, PoolingParams("mean", normalize=False), 4096)
-    pool.add(torch.full((4096, 1), 0.1, dtype=torch.bfloat16))
-    assert floats(pool.result().embedding or b"") == [torch.tensor(0.1).bfloat16().item()]
+    pool.add(torch.full((4096, 1), 0.1, dtype=dtype))
+    assert floats(pool.result().embedding or b"") == [torch.tensor(0.1, dtype=dtype).item()]
 
 
 def test_pools_that_are_misused() -> None:
