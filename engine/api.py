@@ -7,6 +7,7 @@ blocks, sequences or tensors.
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -272,6 +273,34 @@ class SamplingParams:
                 _refuse(name, f"{name} has no meaning in a beam search, which draws nothing.")
 
 
+POOLING_TYPES = ("last", "mean")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How a prompt becomes one vector, its embedding: of the model's last hidden states.
+
+    Raises:
+        InvalidRequestError: a value is out of its range; ``param`` names it.
+    """
+
+    pooling_type: str | None = None  # "last": the last token's; "mean": of all; None: the engine's
+    dimensions: int | None = None  # only the first so many numbers; None: all of them
+    normalize: bool = True  # to length 1, after the cut
+
+    def __post_init__(self) -> None:
+        if self.pooling_type not in (None, *POOLING_TYPES):
+            got = self.pooling_type
+            _refuse("pooling_type", f'pooling_type must be "last" or "mean", got {got!r}.')
+        if self.dimensions is not None:
+            _check_int("dimensions", self.dimensions)
+            if self.dimensions < 1:
+                _refuse("dimensions", f"dimensions must be at least 1, got {self.dimensions}.")
+        normalize: Any = self.normalize
+        if not isinstance(normalize, bool):
+            _refuse("normalize", f"normalize must be true or false, got {normalize!r}.")
+
+
 _MAX_FLOAT = sys.float_info.max
 
 
@@ -354,6 +383,7 @@ class GenerationRequest:
     keeps_prompt_start: bool = False  # of a cut prompt, rather than its end
     echo: bool = False  # the prompt's text is wanted too: outputs have it, and its text offsets
     aligns_tokens: bool = False  # token ids come with their text, as they do with log-probabilities
+    pooling: PoolingParams | None = None  # the prompt's embedding is wanted, and no output at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +460,7 @@ class RequestOutput:
     first_prompt_token: bytes = b""  # which has no log-probability to name it; with echo
     metrics: RequestMetrics | None = None
     error: str | None = None  # why an output ended with FinishReason.ERROR
+    embedding: bytes | None = None  # little-endian float32, packed; see unpack_floats
 
     @property
     def lora_request(self) -> None:
@@ -446,6 +477,11 @@ class RequestOutput:
     @property
     def kv_transfer_params(self) -> None:
         """Keys and values stay where they are; scripts look here all the same."""
+
+
+def unpack_floats(packed: bytes) -> list[float]:
+    """The numbers of an embedding."""
+    return list(struct.unpack(f"<{len(packed) // 4}f", packed))
 
 
 class RequestStream(Protocol):
@@ -492,6 +528,8 @@ class EngineInfo:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20  # alternatives that may be asked for; -1: any number
     scheduling_policy: str = "fcfs"  # "priority": requests may have one
+    hidden_size: int = 0  # numbers in an embedding
+    pooling_type: str = "last"  # of embeddings that ask for none
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,8 @@ def _info(
         default_sampling=_default_sampling(config, checkpoint),
         max_logprobs=config.model.max_logprobs,
         scheduling_policy=config.scheduler.scheduling_policy,
+        hidden_size=checkpoint.spec.hidden_size,
+        pooling_type=config.model.pooling_type,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from .api import POOLING_TYPES
 from .errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -179,6 +180,12 @@ class ModelConfig(_Checked):
         "of which a long prompt's would fill gigabytes.",
         kind="int",
         least=-1,
+    )
+    pooling_type: str = option(
+        "last",
+        "Which of the model's last hidden states an embedding is made of: the last token's, or the mean of all. A "
+        "request may choose another.",
+        choices=POOLING_TYPES,
     )
     seed: int | None = option(
         None,

@@ -10,14 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .api import GenerationRequest, KVSnapshot, Prompt, RequestOutput, SamplingParams
+from .api import (
+    GenerationRequest,
+    KVSnapshot,
+    PoolingParams,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+)
 from .build import build_core, find_checkpoint
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError, NotSupportedError
 from .service.admission import Admission
 from .service.beam_params import BeamSearchOutput, BeamSearchParams, beam_search_output
+from .service.embedding_output import EmbeddingRequestOutput, embedding_output
 from .service.offline_options import engine_options
 from .service.offline_params import SamplingParams as ScriptSamplingParams
 from .service.offline_prompts import (
@@ -60,6 +68,7 @@ ABSENT = {
     "finish_weight_update": "weights stay as they are",
 }
 """Methods that other engines have, and why there is none here."""
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class LLM:
@@ -231,6 +240,49 @@ class LLM:
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
         return [beam_search_output(output, self._tokenizer) for output in outputs]
 
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turn prompts into vectors: the model's last hidden states, pooled.
+
+        Args:
+            prompts: one or many; see :data:`PromptLike`. A list of integers is one prompt.
+            pooling_params: for all prompts, or one for each; ``None``: the engine's ``pooling_type``, all
+                dimensions, of length 1.
+            truncate_prompt_tokens: of a longer prompt only its last so many tokens count; -1: the window.
+            use_tqdm: as in :meth:`generate`.
+
+        Returns:
+            One output per prompt, in the prompts' order.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
+        """
+        self._check_open()
+        many = as_prompts(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        requests = [
+            GenerationRequest(
+                str(next(self._request_ids)),
+                engine_prompt(prompt, add_special_tokens=True),
+                SamplingParams(max_tokens=0),
+                time.monotonic(),
+                cache_salt=cache_salt(prompt),
+                max_prompt_tokens=truncate_prompt_tokens,
+                pooling=pooling,
+            )
+            for prompt, pooling in zip(
+                many, _for_each("pooling_params", given, len(many)), strict=True
+            )
+        ]
+        outputs = self._run(self._submit(requests, self._admission), use_tqdm)
+        return [embedding_output(output) for output in outputs]
+
     def enqueue(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -376,14 +428,7 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * num_prompts
-        if len(sampling_params) != num_prompts:
-            raise InvalidRequestError(
-                f"{num_prompts} prompts and {len(sampling_params)} sampling parameters.",
-                param="sampling_params",
-            )
-        return list(sampling_params)
+        return _for_each("sampling_params", sampling_params, num_prompts)
 
     def _submit(
         self, requests: Sequence[GenerationRequest], admission: Admission
@@ -457,6 +502,15 @@ def _interrupt_between_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if pending:
         raise KeyboardInterrupt
+
+
+def _for_each(param: str, given: Params | Sequence[Params], num_prompts: int) -> list[Params]:
+    """One for all prompts, or one for each, as one for each."""
+    if not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequestError(f"{num_prompts} prompts and {len(given)} {param}.", param=param)
+    return list(given)
 
 
 def _refuse_given(**given: Any) -> None:

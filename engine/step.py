@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from .api import SamplingParams
+from .api import PoolingParams, SamplingParams
 
 
 class NewRow(NamedTuple):
@@ -22,6 +22,7 @@ class NewRow(NamedTuple):
     output_token_ids: Sequence[int]  # produced before a preemption or restart; counts for penalties
     sampling: SamplingParams
     seed: int  # of this sequence: the request's seed plus the child's index
+    pooling: PoolingParams | None = None  # its prompt's embedding is wanted, all of it resolved
 
 
 class Fork(NamedTuple):
@@ -89,14 +90,15 @@ class SampleLogprobs(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What one sampled or scored row gave. ``error`` excludes everything else."""
+    """What one sampled, scored or pooled row gave. ``error`` excludes everything else."""
 
     seq_id: int
     token_ids: Sequence[int]  # one per sample asked for; of a row that is only scored, none
     logprobs: Sequence[SampleLogprobs] | None = None  # one per sample or candidate, where asked
     candidates: Sequence[tuple[int, float]] | None = None  # (token id, logprob), most likely first
     prompt_logprobs: Sequence[SampleLogprobs] | None = None  # one per scored prompt token
-    error: str | None = None  # the logits were not finite; only this row is affected
+    error: str | None = None  # a number was not finite; only this row is affected
+    embedding: bytes | None = None  # of a pooled prompt whose last token this row computed; float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of the rows with samples, candidates or scored tokens, in the plan's order."""
+    """Results of the rows with samples, candidates, scored tokens or an embedding, in the plan's order."""
 
     step_id: int
     rows: tuple[RowResult, ...]

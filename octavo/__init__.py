@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .engine.api import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from .engine.api import (
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        PoolingParams,
+        RequestOutput,
+    )
     from .engine.llm import LLM
     from .engine.service.beam_params import (
         BeamSearchOutput,
         BeamSearchParams,
         BeamSearchSequence,
     )
+    from .engine.service.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
     from .engine.service.offline_params import SamplingParams
     from .engine.service.offline_prompts import TextPrompt, TokensPrompt
 
@@ -30,6 +37,9 @@ _HOMES = {
     "BeamSearchOutput": "octavo.engine.service.beam_params",
     "BeamSearchSequence": "octavo.engine.service.beam_params",
     "RequestOutput": "octavo.engine.api",
+    "PoolingParams": "octavo.engine.api",
+    "EmbeddingOutput": "octavo.engine.service.embedding_output",
+    "EmbeddingRequestOutput": "octavo.engine.service.embedding_output",
     "CompletionOutput": "octavo.engine.api",
     "FinishReason": "octavo.engine.api",
 }
@@ -40,8 +50,11 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "FinishReason",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",

@@ -25,6 +25,7 @@ from .response_headers import ResponseHeadersMiddleware
 from .routes_chat import chat_router
 from .routes_completions import completions_router
 from .routes_debug import debug_router
+from .routes_embeddings import embeddings_router
 from .routes_models import models_router
 from .routes_ops import ops_router
 from .routes_responses import responses_router
@@ -58,6 +59,7 @@ def create_app(
     app = FastAPI(title="octavo", version=__version__, redirect_slashes=False)
     routers: list[Callable[[Context], APIRouter]] = [completions_router, chat_router]
     routers += [partial(responses_router, config=config)]
+    routers += [embeddings_router]
     routers += [partial(tokens_router, has_info=config.enable_tokenizer_info_endpoint)]
     routers += [models_router, ops_router]
     if config.enable_debug_endpoints:

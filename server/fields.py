@@ -96,6 +96,8 @@ _HINTS = {
     "chat_template": "templates come from the operator only",
     "response_format": "only the type 'text' is offered",
     "top_logprobs": "logprobs is the number of alternatives here",
+    "stream": "an embedding comes whole",
+    "messages": "send texts or token ids as input",
 }
 
 

@@ -146,6 +146,22 @@ ROUTES: dict[tuple[str, str], Described] = {
     ("get", "/v1/responses/{response_id}/input_items"): Described(
         responses_examples.INPUT_ITEMS, statuses=(400, 401, 404)
     ),
+    ("post", "/v1/embeddings"): Described(
+        {
+            "id": "embd-7d0c",
+            "object": "list",
+            "created": 1767225600,
+            "model": "SmolLM2-135M-Instruct",
+            "data": [{"index": 0, "object": "embedding", "embedding": [0.6, -0.8]}],
+            "usage": {**_USAGE, "completion_tokens": 0, "total_tokens": 4},
+        },
+        {
+            "a text": {"input": "The food was delicious."},
+            "several texts": {"input": ["Hello", "Good morning"], "dimensions": 256},
+            "token ids": {"input": [17, 17], "pooling_type": "mean"},
+        },
+        statuses=_ASKED,
+    ),
     ("post", "/tokenize"): Described(
         {
             "count": 2,

@@ -21,6 +21,7 @@ _FORMAT = "the format follows from the model's files, safetensors or GGUF"
 _LOCAL = "models are local files; fetch them first and pass the path"
 _PROXY = "put a reverse proxy in front for this"
 _NO_TRACING = "there are no traces; /metrics has the numbers"
+_BOTH_TASKS = "every model generates text and gives embeddings"
 _SILENT = "nothing of the kind is logged"
 _IN_BODY = "clients ask for it in the request"
 
@@ -40,8 +41,10 @@ PEER_FLAGS: dict[str, str] = {
     "--safetensors-load-strategy": _FORMAT,
     "--enforce-eager": _NO_COMPILE,
     "--logprobs-mode": _RAW_LOGPROBS,
-    "--task": "octavo generates text only",
-    "--runner": "octavo generates text only",
+    "--task": _BOTH_TASKS,
+    "--runner": _BOTH_TASKS,
+    "--convert": _BOTH_TASKS,
+    "--pooler-config": "the kind of pooling is given by --pooling-type, or in the request",
     # cache
     "--kv-cache-dtype": "KV blocks have the type of the activations, see --dtype",
     "--prefix-caching-hash-algo": "blocks are always found by a cryptographic hash",

@@ -26,46 +26,52 @@ def truncation(body: GenerationFields) -> Truncation:
     return Truncation(body.truncate_prompt_tokens, body.truncation_side == "right")
 
 
-def parse_prompts(prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:
+def parse_prompts(
+    prompt: Any, *, add_special_tokens: bool, name: str = "prompt", most: int = MAX_PROMPTS
+) -> list[Prompt]:
     """A string, token ids, or a list of either, as one prompt each.
 
     Token ids must be integers; whether the model has them is the engine's to say.
 
+    Args:
+        name: Of the field.
+        most: Prompts that it may hold.
+
     Raises:
-        InvalidRequestError: another form, no prompt, an empty one, or more than 1024.
+        InvalidRequestError: another form, no prompt, an empty one, or too many.
     """
     if prompt is None:
-        _refuse("prompt is required.")
-    many = _as_list_of_prompts(prompt)
-    if len(many) > MAX_PROMPTS:
-        _refuse(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(many)}.")
-    return [_parse_one(one, add_special_tokens) for one in many]
+        _refuse(name, "is required")
+    many = _as_list_of_prompts(name, prompt)
+    if len(many) > most:
+        _refuse(name, f"must hold at most {most} prompts, got {len(many)}")
+    return [_parse_one(name, one, add_special_tokens) for one in many]
 
 
-def _as_list_of_prompts(prompt: Any) -> list[Any]:
+def _as_list_of_prompts(name: str, prompt: Any) -> list[Any]:
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
-        _refuse("prompt must be a string, token ids, or a list of either.")
+        _refuse(name, "must be a string, token ids, or a list of either")
     if not prompt:
-        _refuse("prompt must not be empty.")
+        _refuse(name, "must not be empty")
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [prompt]
     if kinds not in ({str}, {list}):
-        _refuse("prompt must hold strings only, token ids only, or lists of token ids only.")
+        _refuse(name, "must hold strings only, token ids only, or lists of token ids only")
     return prompt
 
 
-def _parse_one(prompt: str | list[Any], add_special_tokens: bool) -> Prompt:
+def _parse_one(name: str, prompt: str | list[Any], add_special_tokens: bool) -> Prompt:
     if not prompt:
-        _refuse("prompt must not be empty.")
+        _refuse(name, "must not be empty")
     if isinstance(prompt, str):
         return TextPrompt(prompt, add_special_tokens)
     if set(map(type, prompt)) != {int}:
-        _refuse("prompt must hold integers where it holds token ids.")
+        _refuse(name, "must hold integers where it holds token ids")
     return TokensPrompt(prompt)
 
 
-def _refuse(message: str) -> NoReturn:
-    raise InvalidRequestError(message, param="prompt")
+def _refuse(name: str, why: str) -> NoReturn:
+    raise InvalidRequestError(f"{name} {why}.", param=name)

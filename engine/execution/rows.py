@@ -16,6 +16,7 @@ from ..api import SamplingParams
 from ..step import Fork, NewRow, ScheduledRow, StepPlan
 from .errors import ExecutionError
 from .logit_rules import LogitRules, needs_rules
+from .pooling import Pool
 
 _COLUMNS: dict[str, Any] = {
     "num_tokens": np.int64,
@@ -57,6 +58,7 @@ class RowTable:
         self.columns = {name: np.zeros(max_num_rows, dtype) for name, dtype in _COLUMNS.items()}
         self.sampling: dict[int, SamplingParams] = {}  # by place
         self.rules: dict[int, LogitRules] = {}  # by place, only where there are any
+        self.pools: dict[int, Pool] = {}  # likewise
 
     def __len__(self) -> int:
         return len(self._places)
@@ -125,6 +127,7 @@ class RowTable:
         del self._places[seq_id]
         del self.sampling[place]
         self.rules.pop(place, None)
+        self.pools.pop(place, None)
         self._free.append(place)
 
     def _add(self, new: NewRow) -> None:
@@ -138,6 +141,8 @@ class RowTable:
         place = self._open(new.seq_id)
         self.tokens[place, : len(token_ids)] = token_ids
         self._start(place, num_prompt, len(token_ids), new.sampling, new.seed)
+        if new.pooling is not None:
+            self.pools[place] = Pool(new.seq_id, new.pooling, num_prompt)
 
     def _fork(self, fork: Fork) -> None:
         parent = self.place_of(fork.parent_seq_id)

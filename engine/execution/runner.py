@@ -19,6 +19,7 @@ from ..step import ExecutorRates, RowResult, ScheduledRow, StepHandle, StepPlan,
 from .errors import ExecutionError
 from .host_tier import HostTier
 from .inputs import StepInputs, build_inputs
+from .pooling import Pool
 from .prompt_scores import ScoredRow, score_rows
 from .rows import RowTable
 from .sampler import NONFINITE, SampledRow, Sampler
@@ -158,9 +159,11 @@ class ModelRunner:
         inputs = build_inputs(rows, self._table, self._transfer)
         hidden = self._forward_step(inputs.token_ids, inputs.positions, inputs.metadata)
         wanted, scored = self._wanted_tokens(rows, inputs), self._scored_tokens(rows, inputs)
+        pooled = self._pooled_tokens(rows, inputs)
         return _Computed(
             None if wanted is None else self._model.logits(hidden.index_select(0, wanted)),
             None if scored is None else hidden.index_select(0, scored),
+            None if pooled is None else hidden.index_select(0, pooled),
         )
 
     def _wanted_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
@@ -188,6 +191,25 @@ class ModelRunner:
             wanted.append(np.arange(before, before + row.num_scored))
         return self._transfer.upload(np.concatenate(wanted))[0] if wanted else None
 
+    def _pools(self, rows: tuple[ScheduledRow, ...]) -> list[tuple[int, Pool]]:
+        """Of the rows whose prompts are pooled: index, and what there is of it."""
+        if not self._table.pools:
+            return []
+        places = [self._table.place_of(row.seq_id) for row in rows]
+        pools = [self._table.pools.get(place) for place in places]
+        return [(index, pool) for index, pool in enumerate(pools) if pool is not None]
+
+    def _pooled_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
+        """Flat indices of the tokens whose hidden states are pooled."""
+        wanted = []
+        for index, pool in self._pools(rows):
+            row = rows[index]
+            positions = pool.wanted(row.start, row.num_tokens)
+            end = inputs.last_tokens[index] + 1
+            if positions:
+                wanted.append(np.arange(end - len(positions), end))
+        return self._transfer.upload(np.concatenate(wanted))[0] if wanted else None
+
     def _swap_blocks(self, plan: StepPlan) -> Callable[[], float] | None:
         """Execute the swaps; what they returned of their time, if there are any."""
         if not plan.block_swaps:
@@ -213,6 +235,8 @@ class ModelRunner:
         results = () if computed.logits is None else self._sample(plan.rows, computed.logits)
         if computed.scored is not None:
             results = self._with_scores(plan.rows, results, computed.scored)
+        if computed.pooled is not None:
+            results = self._with_embeddings(plan.rows, results, computed.pooled)
         return StepResult(plan.step_id, results, 0.0 if swap_s is None else swap_s())
 
     def _sample(self, plan_rows: tuple[ScheduledRow, ...], logits: Tensor) -> tuple[RowResult, ...]:
@@ -250,6 +274,24 @@ class ModelRunner:
             by_seq_id[row.seq_id] = result
         return tuple(by_seq_id[row.seq_id] for row in plan_rows if row.seq_id in by_seq_id)
 
+    def _with_embeddings(
+        self,
+        plan_rows: tuple[ScheduledRow, ...],
+        results: tuple[RowResult, ...],
+        hidden: Tensor,  # [num_pooled, hidden_size]
+    ) -> tuple[RowResult, ...]:
+        """Take in the pooled hidden states; the rows' results with the embeddings that are complete."""
+        by_seq_id = {result.seq_id: result for result in results}
+        begin = 0
+        for index, pool in self._pools(plan_rows):
+            row = plan_rows[index]
+            end = begin + len(pool.wanted(row.start, row.num_tokens))
+            pool.add(hidden[begin:end])
+            begin = end
+            if pool.is_complete:
+                by_seq_id[row.seq_id] = pool.result()
+        return tuple(by_seq_id[row.seq_id] for row in plan_rows if row.seq_id in by_seq_id)
+
     def _scored_row(self, row: ScheduledRow) -> ScoredRow:
         place = self._table.place_of(row.seq_id)
         token_ids = self._table.tokens[place, row.first_scored : row.first_scored + row.num_scored]
@@ -262,9 +304,10 @@ class _Computed(NamedTuple):
 
     logits: Tensor | None  # [num_sampled_rows, vocab_size] float32, if any row wants
     scored: Tensor | None  # [num_scored_tokens, hidden_size], of the tokens before the scored ones
+    pooled: Tensor | None  # [num_pooled_tokens, hidden_size]
 
 
-_NOTHING = _Computed(None, None)
+_NOTHING = _Computed(None, None, None)
 
 
 class _Step:

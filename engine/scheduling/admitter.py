@@ -6,6 +6,8 @@ still owed. While nothing runs there is no watermark. The head of the queue is n
 requests have priorities, running ones of a lower priority make way for it if it can begin with what they have.
 
 A request that wants its prompt's log-probabilities uses the prefix cache only up to what is known of them.
+One that wants the mean of its prompt's hidden states does not use it: the cache has none of these. (An
+embedding of the last token needs only that token's.)
 """
 
 from __future__ import annotations
@@ -157,6 +159,8 @@ class Admitter:
         num_tokens = self._num_wanted(sequence, is_back=is_back)
         if sequence.request.is_unscored:  # the token before the next one to score is computed
             num_tokens = min(num_tokens, sequence.request.num_scored_tokens - 1)
+        elif sequence.request.is_mean_pooled:
+            num_tokens = 0
         num_swapped = min(sequence.num_swapped_tokens, num_tokens)
         return self._memory.match(sequence.chain, sequence.token_ids, num_tokens, num_swapped)
 
@@ -201,7 +205,8 @@ class Admitter:
         self._table.release_host_blocks(request)
 
     def _count_hits(self, request: Request, match: PrefixMatch) -> None:
-        if not self._memory.enable_prefix_caching or request.is_unscored:
+        is_blind = request.is_unscored or request.is_mean_pooled
+        if is_blind or not self._memory.enable_prefix_caching:
             return
         num_prompt_tokens, counters = len(request.new.prompt_token_ids), self._counters
         num_hits = min(match.num_tokens, num_prompt_tokens - 1)

@@ -84,7 +84,7 @@ class Preemption:
     def _swap_out(self, request: Request) -> None:
         """Copy to the host tier what only this request holds, if that is the better way."""
         memory, mode = self._memory, self._limits.preemption_mode
-        if mode == "recompute" or not memory.cache.host.num_blocks:
+        if mode == "recompute" or not memory.cache.host.num_blocks or request.is_mean_pooled:
             return
         live = [(s, s.blocks) for s in request.sequences if s.blocks is not None]
         own = memory.swappable_blocks(blocks for _, blocks in live)

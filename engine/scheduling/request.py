@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ..api import FinishReason, ResumedSequence, SamplingParams
+from ..api import FinishReason, PoolingParams, ResumedSequence, SamplingParams
 from ..memory.block_hash import HashChain
 from ..memory.block_table import SequenceBlocks
 from ..step import SampleLogprobs
@@ -33,6 +33,7 @@ class NewRequest:
     priority: int = 0
     cache_salt: str | None = None
     resume: tuple[ResumedSequence, ...] = ()
+    pooling: PoolingParams | None = None  # the prompt's embedding is wanted; nothing is drawn
 
 
 class SequenceUpdate(NamedTuple):
@@ -50,6 +51,7 @@ class SequenceUpdate(NamedTuple):
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; with the first token
     cumulative_logprob: float | None = None  # of a whole hypothesis of a beam search
     prompt_logprobs: tuple[SampleLogprobs, ...] | None = None  # of the request's next prompt tokens
+    embedding: bytes | None = None  # with the end; little-endian float32
 
 
 class SequenceStatus(Enum):
@@ -186,6 +188,11 @@ class Request:
     def is_unscored(self) -> bool:
         """Whether prompt tokens' log-probabilities are wanted that are not known yet."""
         return self.num_scored_tokens < len(self.new.prompt_token_ids)
+
+    @property
+    def is_mean_pooled(self) -> bool:
+        """Whether every prompt token's hidden state is wanted, and so has to be computed."""
+        return self.new.pooling is not None and self.new.pooling.pooling_type == "mean"
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -18,6 +18,9 @@ wait; its last position is sampled once for each, and then they fork: their tabl
 blocks. Whoever writes to a shared block first gets a copy (copy-on-write). After a preemption it is the
 same again, but for the tokens that each has already. The beams of a beam search fork and end at every step.
 
+**Embeddings.** A prompt whose hidden states are pooled to a vector is scheduled like any other, draws nothing
+and ends with its last token. What a preemption interrupts begins anew.
+
 **Preemption.** When a running sequence needs a block and none is free, the request admitted last gives
 back all its blocks and waits again at the head of the queue; its tokens are kept. What only it held is
 copied to the host tier and back, or computed anew, whichever is expected to be faster.
@@ -48,7 +51,7 @@ from .request import NewRequest, Request, Sequence, SequenceStatus, SequenceUpda
 from .request_table import RequestTable
 from .snapshot import kv_snapshot
 from .step_draft import StepDraft
-from .updates import appended, failed, scored, unsampled
+from .updates import appended, failed, pooled, scored, unsampled
 
 
 class Scheduler:
@@ -320,6 +323,8 @@ class Scheduler:
             drawn += request.pending
         if row.error is not None:
             return [failed(request, one.index, row.error) for one in drawn]
+        if row.embedding is not None:
+            return [pooled(sequence, row.embedding)]
         updates = []
         if row.prompt_logprobs:
             updates.append(scored(sequence, row.prompt_logprobs))
@@ -357,11 +362,16 @@ class Scheduler:
 
 
 def _unsampled(complete: list[Sequence], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-    """The ends of sequences without output, and of those that would fork from them."""
-    failed_ids = {update.request_id for update in updates if update.error is not None}
-    return [
-        unsampled(leader.request, one.index)
-        for leader in complete
-        if leader.request.request_id not in failed_ids
-        for one in leader.request.unfinished
-    ]
+    """The ends of sequences without output, and of those that would fork from them.
+
+    Raises:
+        SchedulingError: an embedding is wanted, and the step gave none.
+    """
+    ended_ids = {update.request_id for update in updates if update.finish_reason is not None}
+    silent = [leader.request for leader in complete if leader.request.request_id not in ended_ids]
+    for request in silent:
+        if request.new.pooling is not None:
+            raise SchedulingError(
+                f"request {request.request_id} was computed without its embedding"
+            )
+    return [unsampled(request, one.index) for request in silent for one in request.unfinished]

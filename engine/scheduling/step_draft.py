@@ -63,6 +63,7 @@ class StepDraft:
                 sequence.output_token_ids,
                 new.sampling,
                 sequence.seed,
+                new.pooling,
             )
         )
         sequence.is_known = True

@@ -43,6 +43,21 @@ def unsampled(request: Request, index: int) -> SequenceUpdate:
     )
 
 
+def pooled(sequence: Sequence, embedding: bytes) -> SequenceUpdate:
+    """The end of a sequence whose prompt has become a vector."""
+    request = sequence.request
+    return SequenceUpdate(
+        request.request_id,
+        sequence.index,
+        (),
+        FinishReason.STOP,
+        scheduled_time=request.scheduled_time,
+        num_preemptions=request.num_preemptions,
+        num_cached_tokens=request.num_cached_tokens,
+        embedding=embedding,
+    )
+
+
 def appended(sequence: Sequence, token_id: int, logprobs: SampleLogprobs | None) -> SequenceUpdate:
     """Append a token to the sequence, and say what that means: more of it, or its end."""
     request = sequence.request

@@ -10,6 +10,7 @@ import copy
 import random
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..api import (
@@ -17,6 +18,7 @@ from ..api import (
     ChatPrompt,
     EngineInfo,
     GenerationRequest,
+    PoolingParams,
     Prompt,
     SamplingParams,
     TextPrompt,
@@ -29,6 +31,7 @@ from ..text.tokenizer import Tokenizer
 
 MAX_CACHE_SALT_CHARS = 128
 _NOT_IN_SALTS = frozenset("@/\\\0")
+_NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0.0, seed=0, detokenize=False)
 
 
 class Admitted(NamedTuple):
@@ -75,6 +78,8 @@ class Admission:
         Raises:
             InvalidRequestError: it cannot be served; names the parameter and the numbers.
         """
+        if request.pooling is not None:
+            request = self._pooled(request, request.pooling)
         sampling = request.sampling
         refuse_unsupported(request)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
@@ -104,6 +109,7 @@ class Admission:
             request.priority,
             request.cache_salt,
             request.resume,
+            request.pooling,
         )
         is_cut = request.max_prompt_tokens is not None
         if request.echo and (text is None or is_cut):
@@ -116,6 +122,17 @@ class Admission:
             request.echo,
             request.aligns_tokens or sampling.logprobs is not None,
         )
+
+    def _pooled(self, request: GenerationRequest, pooling: PoolingParams) -> GenerationRequest:
+        """A request for an embedding, with what was left open filled in."""
+        most = self._info.hidden_size
+        if pooling.dimensions is not None and pooling.dimensions > most:
+            raise InvalidRequestError(
+                f"dimensions must be 1 to {most} with this model, got {pooling.dimensions}.",
+                param="dimensions",
+            )
+        kind = pooling.pooling_type or self._info.pooling_type
+        return replace(request, sampling=_NO_OUTPUT, pooling=replace(pooling, pooling_type=kind))
 
     # --- prompt ----------------------------------------------------------------------------------
 
@@ -142,19 +159,19 @@ class Admission:
         return self._chat_template.render(prompt)
 
     def _prompt(self, request: GenerationRequest) -> tuple[str | None, list[int]]:
-        prompt = request.prompt
+        prompt, param = request.prompt, "input" if request.pooling else "prompt"
         if isinstance(prompt, ChatPrompt):
             text = self._render(prompt)
             token_ids = self._tokenise(text, prompt.add_special_tokens, "messages", request)
             return text, token_ids
         if isinstance(prompt, TextPrompt):
             text = prompt.text
-            return text, self._tokenise(text, prompt.add_special_tokens, "prompt", request)
+            return text, self._tokenise(text, prompt.add_special_tokens, param, request)
         token_ids = self._cut(list(prompt.token_ids), request)
         if not token_ids:
-            raise InvalidRequestError("The prompt is empty.", param="prompt")
-        self._check_length(len(token_ids), "prompt", request)
-        self._check_ids("prompt", token_ids)
+            raise InvalidRequestError("The prompt is empty.", param=param)
+        self._check_length(len(token_ids), param, request)
+        self._check_ids(param, token_ids)
         return None, token_ids
 
     def _tokenise(
@@ -186,18 +203,17 @@ class Admission:
                 param="truncate_prompt_tokens",
             )
         if most == -1:
-            asked = request.sampling.max_tokens
-            most = max(1, limit - (1 if asked is None else asked))
+            least = _least_output(request)
+            most = max(1, limit - max(least, request.sampling.max_tokens or least))
         return token_ids[:most] if request.keeps_prompt_start else token_ids[-most:]
 
     def _check_length(self, num_prompt_tokens: int, param: str, request: GenerationRequest) -> None:
-        """A prompt that is only looked at may fill the window."""
-        limit = self._info.max_model_len
-        most = limit if request.sampling.max_tokens == 0 else limit - 1
-        if num_prompt_tokens > most:
+        limit, least = self._info.max_model_len, _least_output(request)
+        if num_prompt_tokens > limit - least:
+            why = ", which leaves no room for output" if least else ""
             raise InvalidRequestError(
                 f"This model's maximum context length is {limit} tokens, and the prompt has "
-                f"{num_prompt_tokens}, which leaves no room for output. Shorten the prompt.",
+                f"{num_prompt_tokens}{why}. Shorten the prompt.",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -253,7 +269,8 @@ class Admission:
         """``max_tokens`` as a number: absent, all that fits; past the window, clamped to it."""
         sampling = request.sampling
         asked, limit = sampling.max_tokens, self._info.max_model_len
-        if asked == 0 and not request.echo and sampling.prompt_logprobs is None:
+        looks_at_prompt = request.echo or request.pooling or sampling.prompt_logprobs is not None
+        if asked == 0 and not looks_at_prompt:
             raise InvalidRequestError(
                 "max_tokens must be at least 1, got 0: only the prompt's log-probabilities or its echo "
                 "can be had without output.",
@@ -317,6 +334,11 @@ class Admission:
         """Stop strings that are the text of one special token, which never shows in the text."""
         found = {self.tokenizer.special_token_id(text): text for text in sampling.stop}
         return {token_id: text for token_id, text in found.items() if token_id is not None}
+
+
+def _least_output(request: GenerationRequest) -> int:
+    """Tokens of the window that a prompt must leave."""
+    return 0 if request.pooling or request.sampling.max_tokens == 0 else 1
 
 
 def _check_salt(salt: str | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..api import EngineInfo, KVSnapshot, ResumedSequence, SamplingParams
+from ..api import EngineInfo, KVSnapshot, PoolingParams, ResumedSequence, SamplingParams
 from ..scheduling.request import NewRequest, SequenceUpdate
 from ..stats import EngineStats
 
@@ -28,6 +28,7 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     priority: int
     cache_salt: str | None
     resume: tuple[tuple[bytes, bool], ...]
+    pooling: PoolingParams | None = None
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -153,6 +154,7 @@ def to_wire(new: NewRequest) -> WireRequest:
         new.priority,
         new.cache_salt,
         tuple((pack_ids(r.output_token_ids), r.is_finished) for r in new.resume),
+        new.pooling,
     )
 
 
@@ -166,4 +168,5 @@ def from_wire(wire: WireRequest) -> NewRequest:
         wire.priority,
         wire.cache_salt,
         tuple(ResumedSequence(tuple(unpack_ids(ids)), done) for ids, done in wire.resume),
+        wire.pooling,
     )

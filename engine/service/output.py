@@ -104,6 +104,7 @@ class RequestState:
             self._prompt_text_offsets = self._offsets(admitted)
             self._first_prompt_token = tokenizer.token_bytes(self.prompt_token_ids[0])
         self._finish_reason: FinishReason | None = None  # of the best choice, with best_of
+        self._embedding: bytes | None = None
 
     @property
     def request_id(self) -> str:
@@ -125,6 +126,8 @@ class RequestState:
         """
         if update.prompt_logprobs is not None:
             self._add_prompt_logprobs(update.prompt_logprobs)
+        if update.embedding is not None:
+            self._embedding = update.embedding
         sequence = self._sequences[update.child_index]
         is_empty = not update.token_ids and update.finish_reason is None
         if is_empty or sequence.finish_reason is not None:
@@ -323,6 +326,7 @@ class RequestState:
             self._first_prompt_token,
             self.metrics,
             error,
+            self._embedding,
         )
 
     @property
@@ -358,6 +362,7 @@ def merge(into: RequestOutput, new: RequestOutput) -> None:
     into.num_discarded_tokens = new.num_discarded_tokens
     into.prompt_logprobs = new.prompt_logprobs
     into.error = new.error or into.error
+    into.embedding = new.embedding
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from octavo.server.embeddings import EmbeddingRequest
 from octavo.server.errors import _CODES, _TYPES
 from octavo.server.fields import NO_EFFECT, NOT_SUPPORTED
 from octavo.server.responses_request import KNOWN
+from octavo.server.routes_embeddings import _NEUTRAL
 from octavo.server.schemas import ChatCompletionRequest, CompletionRequest
 
 
@@ -30,6 +32,11 @@ def test_every_used_field_is_described(sections: dict[str, str]) -> None:
 def test_every_field_of_a_response_is_described(sections: dict[str, str]) -> None:
     text = sections["Responses"]
     assert [name for name in sorted(KNOWN) if f"`{name}" not in text] == []
+
+
+def test_every_field_of_embeddings_is_described(sections: dict[str, str]) -> None:
+    names = {*EmbeddingRequest.model_fields, *_NEUTRAL}
+    assert [name for name in sorted(names) if f"`{name}`" not in sections["Embeddings"]] == []
 
 
 def test_every_field_without_effect_is_listed(sections: dict[str, str]) -> None:

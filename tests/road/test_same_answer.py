@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, PoolingParams, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.native, pytest.mark.slow]
 
@@ -72,3 +72,16 @@ def test_any_schedule_gives_the_answers_computed_alone(
                 single = one.with_changes(n=1, seed=(one.seed or 0) + index)
                 (expected,) = alone.generate(text, single, use_tqdm=False)
                 assert choice.token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_any_schedule_gives_the_embeddings_computed_alone(
+    engines: tuple[LLM, LLM], prompts: list[list[int]], kind: str
+) -> None:
+    alone, crowded = engines
+    pooling = PoolingParams(kind)
+    expected = [alone.embed(p, pooling_params=pooling, use_tqdm=False)[0] for p in prompts]
+    for _ in range(2):  # the second time prefixes are cached
+        together = crowded.embed(prompts, pooling_params=pooling, use_tqdm=False)
+        for one, found in zip(expected, together, strict=True):
+            assert found.outputs.embedding == one.outputs.embedding

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from octavo.engine.api import ResumedSequence, SamplingParams
+from octavo.engine.api import PoolingParams, ResumedSequence, SamplingParams
 from octavo.engine.memory.kv_cache_manager import KVCacheManager
 from octavo.engine.scheduling.limits import SchedulerLimits
 from octavo.engine.scheduling.request import NewRequest, SequenceUpdate
@@ -44,6 +44,29 @@ def candidates(token_ids: Sequence[int], count: int) -> list[tuple[int, float]]:
     return sorted(scored, key=lambda pair: -pair[1])[:count]
 
 
+def state_values(token_ids: Sequence[int]) -> list[int]:
+    """The fake model's hidden states: each value stands for a token and all before it."""
+    values: list[int] = []
+    for token_id in token_ids:
+        values.append(hash((values[-1] if values else 0, token_id)))
+    return values
+
+
+def fake_embedding(prompt: Sequence[int], pooling_type: str) -> bytes:
+    """The last of the hidden states, or something that depends on all of them."""
+    values = state_values(prompt)
+    return str(values[-1] if pooling_type == "last" else sum(values)).encode()
+
+
+class FakePool:
+    """What the fake executor keeps of a prompt that is pooled."""
+
+    def __init__(self, pooling: PoolingParams) -> None:
+        self.is_mean = pooling.pooling_type == "mean"
+        self.num_added = 0
+        self.total = 0
+
+
 class FakeExecutor:
     """Computes ``next_token`` and verifies that block tables give every row its own past."""
 
@@ -55,6 +78,7 @@ class FakeExecutor:
         self.values: dict[int, list[int]] = {}  # of the rows' tokens, as far as they were asked for
         self.seeds: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}
+        self.pools: dict[int, FakePool] = {}
         self.bad_seq_ids: set[int] = set()
         self.num_copies = 0
         self.num_computed_tokens = 0
@@ -70,22 +94,28 @@ class FakeExecutor:
         for seq_id in plan.removed_seq_ids:
             del self.rows[seq_id]
             self.values.pop(seq_id, None)
+            self.pools.pop(seq_id, None)
             del self.tables[seq_id]
         for new in plan.new_rows:
             assert new.seq_id not in self.rows
             self.rows[new.seq_id] = [*new.prompt_token_ids, *new.output_token_ids]
             self.tables[new.seq_id] = []
             self.seeds[new.seq_id] = new.seed
+            if new.pooling is not None:
+                self.pools[new.seq_id] = FakePool(new.pooling)
         self._swap(plan)
         self._copy(plan)
         for row in plan.rows:
             self._write(row)
         for row in plan.rows:
             self._read(row)
-        sampled = [
-            row for row in plan.rows if row.num_samples or row.num_candidates or row.num_scored
-        ]
-        return StepResult(plan.step_id, tuple(self._sample(row) for row in sampled))
+        results = []
+        for row in plan.rows:
+            if row.seq_id in self.pools:
+                results += self._pool(row)
+            elif row.num_samples or row.num_candidates or row.num_scored:
+                results.append(self._sample(row))
+        return StepResult(plan.step_id, tuple(results))
 
     def _swap(self, plan: StepPlan) -> None:
         size = self.block_size
@@ -130,7 +160,7 @@ class FakeExecutor:
             assert self.slots[self._slot(mirror, position)] == values[position]
 
     def _values(self, seq_id: int) -> list[int]:
-        """What the slots of a sequence hold: each value stands for a token and all before it."""
+        """What the slots of a sequence hold, see ``state_values``."""
         values = self.values.setdefault(seq_id, [])
         for token_id in self.rows[seq_id][len(values) :]:
             values.append(hash((values[-1] if values else 0, token_id)))
@@ -153,6 +183,22 @@ class FakeExecutor:
         samples = [next_token(tokens, seed + i) for i in range(row.num_samples)]
         tokens.append(samples[0])
         return RowResult(row.seq_id, samples, prompt_logprobs=scores)
+
+    def _pool(self, row: ScheduledRow) -> list[RowResult]:
+        """Nothing, or the embedding with the prompt's last token."""
+        pool, end = self.pools[row.seq_id], row.start + row.num_tokens
+        assert (row.num_samples, row.num_candidates, row.num_scored) == (0, 0, 0)
+        values = self._values(row.seq_id)
+        if pool.is_mean:
+            assert row.start == pool.num_added
+            pool.num_added = end
+            pool.total += sum(values[row.start : end])
+        if end < len(self.rows[row.seq_id]):
+            return []
+        if row.seq_id in self.bad_seq_ids:
+            return [RowResult(row.seq_id, (), error="hidden states are not finite")]
+        vector = pool.total if pool.is_mean else values[-1]
+        return [RowResult(row.seq_id, (), embedding=str(vector).encode())]
 
     def _score(self, row: ScheduledRow) -> list[SampleLogprobs]:
         """A made-up log-probability for each position; the token before it is computed in this row."""
@@ -209,6 +255,7 @@ class Bench:
         self.finished: dict[str, SequenceUpdate] = {}  # of the last sequence to end
         self.logprobs: dict[tuple[str, int], float] = {}  # of finished hypotheses
         self.scores: dict[str, list[float]] = {}  # log-probabilities of prompt tokens
+        self.embeddings: dict[str, bytes] = {}
         self.failed: set[tuple[str, int]] = set()
         self.plans: list[StepPlan] = []
 
@@ -228,6 +275,14 @@ class Bench:
             NewRequest(request_id, prompt, sampling, 0, arrival_time, priority, cache_salt, resume)
         )
 
+    def embed(
+        self, request_id: str, prompt: Sequence[int], kind: str, cache_salt: str | None = None
+    ) -> None:
+        nothing, pooling = SamplingParams(max_tokens=0), PoolingParams(kind)
+        self.scheduler.add(
+            NewRequest(request_id, prompt, nothing, 0, 0.0, cache_salt=cache_salt, pooling=pooling)
+        )
+
     def step(self) -> tuple[list[SequenceUpdate], int]:
         plan = self.scheduler.schedule()
         self.plans.append(plan)
@@ -244,6 +299,9 @@ class Bench:
             if update.prompt_logprobs is not None:
                 scores = self.scores.setdefault(update.request_id, [])
                 scores += [one.logprob for one in update.prompt_logprobs]
+            if update.embedding is not None:
+                assert update.request_id not in self.embeddings
+                self.embeddings[update.request_id] = update.embedding
             if update.error is not None:
                 self.failed.add(key)
             if update.finish_reason is not None:
@@ -268,6 +326,11 @@ def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> li
     for _ in range(num_tokens):
         tokens.append(next_token(tokens, seed))
     return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def expected_embedding() -> object:
+    return fake_embedding
 
 
 @pytest.fixture(scope="session")

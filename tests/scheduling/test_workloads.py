@@ -39,6 +39,7 @@ class Asked(NamedTuple):
     resumed: tuple[int, ...] = ()  # tokens that each child has already; all of them: it is finished
     is_scored: bool = False  # wants its prompt's log-probabilities
     priority: int = 0
+    pooling: str | None = None  # wants its prompt's embedding and nothing else
 
     def num_blocks(self, block_size: int) -> int:
         return num_blocks_needed(
@@ -99,7 +100,15 @@ def asked() -> st.SearchStrategy[Asked]:
         ),
         is_scored=st.booleans(),
         priority=st.integers(-2, 2),
-    )
+        pooling=st.sampled_from([None, None, None, "last", "mean"]),
+    ).map(only_an_embedding)
+
+
+def only_an_embedding(one: Asked) -> Asked:
+    """Nothing is drawn for a request that wants one."""
+    if one.pooling is None:
+        return one
+    return one._replace(max_tokens=0, n=1, is_beam_search=False, resumed=(), is_scored=False)
 
 
 def num_resumed(one: Asked, index: int) -> int:
@@ -111,6 +120,9 @@ def num_resumed(one: Asked, index: int) -> int:
 
 
 def add(b: Any, request_id: str, one: Asked, expected: Expected) -> None:
+    if one.pooling is not None:
+        b.embed(request_id, one.prompt, one.pooling, one.salt)
+        return
     if one.is_beam_search:
         b.add(
             request_id,
@@ -152,10 +164,14 @@ def step_with_failures(b: Any, request_ids: set[str]) -> None:
     b.step()
     b.executor.bad_seq_ids = set()
     for row in b.plans[-1].rows:
-        has_result = row.num_samples or row.num_candidates or row.num_scored
-        if row.seq_id not in running or not has_result:
+        if row.seq_id not in running:
             continue
         sequence = running[row.seq_id]
+        has_result = row.num_samples or row.num_candidates or row.num_scored
+        if sequence.request.new.pooling is not None:
+            has_result = row.start + row.num_tokens == sequence.num_prompt_tokens
+        if not has_result:
+            continue
         assert (sequence.request.request_id, sequence.index) in b.failed
         names = sequence.chain.hashes
         host = b.memory.cache.host
@@ -192,7 +208,9 @@ def run(b: Any, requests: Sequence[Asked], resets: set[int], expected: Expected)
     raise AssertionError("the work never ends")
 
 
-def verify(b: Any, requests: Sequence[Asked], expected: Expected, beams: Any) -> None:
+def verify(
+    b: Any, requests: Sequence[Asked], expected: Expected, beams: Any, embedding: Any
+) -> None:
     assert b.memory.pool.num_used_blocks == 0
     assert b.memory.num_used_slots == 0
     assert b.memory.pool.num_references == 0
@@ -215,6 +233,8 @@ def verify(b: Any, requests: Sequence[Asked], expected: Expected, beams: Any) ->
             if not is_cut and not is_aborted:
                 assert got == whole
                 assert (str(i), index) in b.children or num_resumed(one, index)
+                wanted = embedding(one.prompt, one.pooling) if one.pooling else None
+                assert b.embeddings.get(str(i)) == wanted
         _verify_scores(b.scores.get(str(i), []), one, is_whole=bool(b.children.get((str(i), 0))))
 
 
@@ -265,6 +285,7 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
     bench: Any,
     expected: Expected,
     expected_beams: Any,
+    expected_embedding: Any,
     requests: list[Asked],
     block_size: int,
     spare_blocks: int,
@@ -301,7 +322,7 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
         priority_aging_s=priority_aging_s,
     )
     run(b, requests, resets, expected)
-    verify(b, requests, expected, expected_beams)
+    verify(b, requests, expected, expected_beams, expected_embedding)
 
 
 def pressing_workload(random: Random, max_num_seqs: int) -> list[Asked]:
@@ -310,9 +331,14 @@ def pressing_workload(random: Random, max_num_seqs: int) -> list[Asked]:
     for _ in range(random.randint(4, 9)):
         trunk = TRUNK[: random.choice((0, 4, 8, 16, 17, 23, 32, 40))]
         suffix = [random.randint(0, 1) for _ in range(random.randint(0, 8))]
+        kind = random.choice(("last", "mean")) if random.random() < 0.3 else None
+        prompt = trunk + suffix or [1]
+        if kind is not None:  # long, so that it is interrupted now and then
+            prompt = [*prompt, *(random.randint(0, 1) for _ in range(random.randint(0, 40)))]
         requests.append(
             Asked(
-                prompt=trunk + suffix or [1],
+                pooling=kind,
+                prompt=prompt,
                 max_tokens=random.randint(8, 40),
                 arrival=random.randint(0, 6) if random.random() < 0.7 else random.randint(0, 60),
                 abort=random.randint(0, 60) if random.random() < 0.1 else None,
@@ -335,13 +361,13 @@ def pressing_workload(random: Random, max_num_seqs: int) -> list[Asked]:
                 else (),
             )
         )
-    return requests
+    return [only_an_embedding(one) for one in requests]
 
 
 @given(seed=st.integers(0, 2**32))
 @settings(deadline=None)
 def test_a_pool_under_pressure_preempts_and_swaps_and_loses_nothing(
-    bench: Any, expected: Expected, expected_beams: Any, seed: int
+    bench: Any, expected: Expected, expected_beams: Any, expected_embedding: Any, seed: int
 ) -> None:
     random = Random(seed)
     max_num_seqs = random.randint(2, 8)
@@ -363,4 +389,4 @@ def test_a_pool_under_pressure_preempts_and_swaps_and_loses_nothing(
         priority_aging_s=random.choice((0.0, 5.0)),
     )
     run(b, requests, {random.randint(0, 60)} if random.random() < 0.2 else set(), expected)
-    verify(b, requests, expected, expected_beams)
+    verify(b, requests, expected, expected_beams, expected_embedding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from octavo.engine.api import (
     KVSnapshot,
     LoadProgress,
     Logprob,
+    PoolingParams,
     Prompt,
     RenderedRequest,
     RequestOutput,
@@ -109,11 +111,23 @@ class FakeStream(RequestStream):
             return self._ranked()
         if self._engine.is_closed:
             return self._output("", [], FinishReason.ABORT)
+        if self._request.pooling is not None:
+            return self._embedded(self._request.pooling)
         if len(self._left) == 1 and self._engine.error is not None:
             return self._output("", [], FinishReason.ERROR)
         text = self._left.pop(0) if self._left else ""
         reason = None if self._left else self._end or FinishReason.LENGTH
         return self._output(text, [7], reason)
+
+    def _embedded(self, pooling: PoolingParams) -> RequestOutput:
+        """A vector that tells the prompt's ids, its first two numbers the most telling ones."""
+        if self._engine.error is not None:
+            return self._output("", [], FinishReason.ERROR)
+        output = self._output("", [], FinishReason.STOP)
+        ids = self.prompt_token_ids
+        numbers = [ids[-1] / 7, sum(ids) / len(ids), 0.1, -1e-30][: pooling.dimensions]
+        output.embedding = struct.pack(f"<{len(numbers)}f", *numbers)
+        return output
 
     def _ranked(self) -> RequestOutput:
         """``n`` choices with equal texts, each less likely than the one before."""

@@ -11,6 +11,7 @@ from octavo.engine.api import (
     KVBlock,
     KVSequence,
     KVSnapshot,
+    PoolingParams,
     ResumedSequence,
     SamplingParams,
 )
@@ -81,6 +82,7 @@ def test_request_crosses_whole() -> None:
         3,
         "salt",
         (ResumedSequence((4, 5), True), ResumedSequence((), False)),
+        PoolingParams("mean", 7, normalize=False),
     )
     frame = decode_to_engine(encode(Add((to_wire(new),))))
     assert isinstance(frame, Add)
@@ -115,6 +117,7 @@ def test_orders_and_questions_cross(frame: Abort | KVSnapshotRequest | ResetPref
         Step(
             [
                 SequenceUpdate("r", 0, (5,), num_cached_tokens=32, cumulative_logprob=-1.5),
+                SequenceUpdate("e", 0, (), FinishReason.STOP, embedding=b"\0\0\x80\x3f"),
                 SequenceUpdate(
                     "s",
                     1,
