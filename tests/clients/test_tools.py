@@ -1,0 +1,90 @@
+"""LangChain, LiteLLM and the ``llm`` command: a chat and a stream each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else importing it asks the internet
+
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def expected(client: Any) -> str:
+    """What the official SDK gets."""
+    answer = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": QUESTION}],
+        temperature=0,
+        max_completion_tokens=10,
+    )
+    content: str = answer.choices[0].message.content
+    assert "Paris" in content
+    return content
+
+
+def test_langchain(base_url: str, api_key: str, expected: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        model="smol",
+        base_url=base_url,
+        api_key=api_key,
+        temperature=0,
+        max_completion_tokens=10,
+        max_retries=0,
+    )
+    answer = model.invoke(QUESTION)
+    assert answer.content == expected
+    assert answer.usage_metadata["output_tokens"] == 10
+    chunks = list(model.stream(QUESTION))
+    assert "".join(chunk.content for chunk in chunks) == expected
+    assert sum(chunk.usage_metadata is not None for chunk in chunks) >= 1
+    assert [one.content for one in model.batch([QUESTION] * 3)] == [expected] * 3
+
+
+def test_litellm(base_url: str, api_key: str, expected: str) -> None:
+    import litellm
+
+    fields: Any = {
+        "model": "openai/smol",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "api_base": base_url,
+        "api_key": api_key,
+        "temperature": 0,
+        "max_tokens": 10,
+        "num_retries": 0,
+    }
+    answer = litellm.completion(**fields)
+    assert answer.choices[0].message.content == expected
+    assert answer.usage.completion_tokens == 10
+    stream = litellm.completion(**fields, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(**{**fields, "temperature": 5})
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(**{**fields, "model": "openai/no-such"})
+
+
+@pytest.mark.parametrize("way", ["--no-stream", "streamed"])
+def test_llm(base_url: str, api_key: str, expected: str, tmp_path: Path, way: str) -> None:
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: here\n  model_name: smol\n  api_base: {base_url}\n  api_key_name: octavo\n"
+    )
+    command = [sys.executable, "-m", "llm", "-m", "here", QUESTION, "--key", api_key]
+    command += ["-o", "temperature", "0", "-o", "max_tokens", "10"]
+    answer = subprocess.run(
+        [*command, *([way] if way.startswith("--") else [])],
+        env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip() == expected.strip()
