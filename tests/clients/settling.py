@@ -1,8 +1,8 @@
-"""Hook of schemathesis: half of the generated bodies are brought to what one model accepts at once.
+"""Hook of schemathesis: three of four generated bodies are brought to what one model accepts at once.
 
 A body from the schema alone nearly always breaks a rule that no schema can say: fields that exclude each other, a
 window of 64 tokens, a vocabulary of 320. Such a one is refused before the engine sees it. What is
-settled here comes through, and reaches the engine in every combination of fields; the other half stays as it is.
+settled here comes through, and reaches the engine in every combination of fields; the others stay as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNTS = {
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
     """``body``, settled or as it is; which is a function of the body."""
-    if not isinstance(body, dict) or not _checksum(body) % 2:
+    if not isinstance(body, dict) or not _checksum(body) % 4:
         return body
     return settled(body)
 

@@ -16,7 +16,7 @@ QUESTION = "What is the capital of France?"
 
 
 @pytest.fixture(scope="module")
-def expected(client: Any) -> str:
+def answer(client: Any) -> Any:
     """What the official SDK gets."""
     answer = client.chat.completions.create(
         model="smol",
@@ -24,12 +24,25 @@ def expected(client: Any) -> str:
         temperature=0,
         max_completion_tokens=10,
     )
+    assert "Paris" in answer.choices[0].message.content
+    return answer
+
+
+@pytest.fixture(scope="module")
+def expected(answer: Any) -> str:
+    """Its text."""
     content: str = answer.choices[0].message.content
-    assert "Paris" in content
     return content
 
 
-def test_langchain(base_url: str, api_key: str, expected: str) -> None:
+@pytest.fixture(scope="module")
+def num_tokens(answer: Any) -> int:
+    """Its length."""
+    count: int = answer.usage.completion_tokens
+    return count
+
+
+def test_langchain(base_url: str, api_key: str, expected: str, num_tokens: int) -> None:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(
@@ -40,16 +53,16 @@ def test_langchain(base_url: str, api_key: str, expected: str) -> None:
         max_completion_tokens=10,
         max_retries=0,
     )
-    answer = model.invoke(QUESTION)
-    assert answer.content == expected
-    assert answer.usage_metadata["output_tokens"] == 10
+    said = model.invoke(QUESTION)
+    assert said.content == expected
+    assert said.usage_metadata["output_tokens"] == num_tokens
     chunks = list(model.stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == expected
     assert sum(chunk.usage_metadata is not None for chunk in chunks) >= 1
     assert [one.content for one in model.batch([QUESTION] * 3)] == [expected] * 3
 
 
-def test_litellm(base_url: str, api_key: str, expected: str) -> None:
+def test_litellm(base_url: str, api_key: str, expected: str, num_tokens: int) -> None:
     import litellm
 
     fields: Any = {
@@ -61,9 +74,9 @@ def test_litellm(base_url: str, api_key: str, expected: str) -> None:
         "max_tokens": 10,
         "num_retries": 0,
     }
-    answer = litellm.completion(**fields)
-    assert answer.choices[0].message.content == expected
-    assert answer.usage.completion_tokens == 10
+    said = litellm.completion(**fields)
+    assert said.choices[0].message.content == expected
+    assert said.usage.completion_tokens == num_tokens
     stream = litellm.completion(**fields, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
     with pytest.raises(litellm.BadRequestError, match="temperature"):
@@ -79,12 +92,12 @@ def test_llm(base_url: str, api_key: str, expected: str, tmp_path: Path, way: st
     )
     command = [sys.executable, "-m", "llm", "-m", "here", QUESTION, "--key", api_key]
     command += ["-o", "temperature", "0", "-o", "max_tokens", "10"]
-    answer = subprocess.run(
+    said = subprocess.run(
         [*command, *([way] if way.startswith("--") else [])],
         env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.strip() == expected.strip()
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.strip() == expected.strip()
