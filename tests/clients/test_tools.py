@@ -52,13 +52,15 @@ def test_langchain(base_url: str, api_key: str, expected: str, num_tokens: int) 
         temperature=0,
         max_completion_tokens=10,
         max_retries=0,
+        stream_usage=True,
     )
     said = model.invoke(QUESTION)
     assert said.content == expected
     assert said.usage_metadata["output_tokens"] == num_tokens
     chunks = list(model.stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == expected
-    assert sum(chunk.usage_metadata is not None for chunk in chunks) >= 1
+    told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert [usage["output_tokens"] for usage in told] == [num_tokens]
     assert [one.content for one in model.batch([QUESTION] * 3)] == [expected] * 3
 
 
