@@ -33,7 +33,7 @@ def test_one_vector_of_length_1_for_each_text(client: openai.OpenAI) -> None:
 
 
 def test_both_formats_say_the_same(client: openai.OpenAI) -> None:
-    coded = _vectors(client, TEXTS[0], encoding_format="base64")
+    coded: list[Any] = [*_vectors(client, TEXTS[0], encoding_format="base64")]
     plain = _vectors(client, TEXTS[0], encoding_format="float")
     if isinstance(coded[0], str):  # some versions of the SDK decode only what they asked for
         import array
@@ -69,8 +69,15 @@ def test_usage(client: openai.OpenAI) -> None:
 
 
 def test_refusals(client: openai.OpenAI) -> None:
-    for fields in ({"dimensions": 0}, {"dimensions": WIDTH + 1}, {"input": ""}, {"input": []}):
+    wrong: list[dict[str, Any]] = [
+        {"dimensions": 0},
+        {"dimensions": WIDTH + 1},
+        {"input": ""},
+        {"input": []},
+    ]
+    for fields in wrong:
+        given: Any = {"model": "smol", "input": "a", **fields}
         with pytest.raises(openai.BadRequestError):
-            client.embeddings.create(**{"model": "smol", "input": "a", **fields})
+            client.embeddings.create(**given)
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="no-such", input="a")
