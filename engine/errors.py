@@ -17,6 +17,9 @@
 
 from __future__ import annotations
 
+NOTHING_LEFT = "penalties, bias, masks and min_tokens leave no token that could be drawn"
+"""Why a sequence failed whose own rules forbid every token: the request's fault, not the model's."""
+
 
 class OctavoError(Exception):
     """Base of every error that octavo raises on purpose."""

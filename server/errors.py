@@ -57,6 +57,10 @@ class ResponseNotFoundError(RequestError):
     """The path names a response that is not stored: a 404."""
 
 
+class NothingToDrawError(GenerationFailedError):
+    """A request's own rules forbid every token at some position: a 400."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """One error, ready for the wire."""
@@ -108,6 +112,8 @@ def describe(error: OctavoError) -> Failure:
         return Failure(429, error.message, error.param, error.code or "overloaded", retry)
     if isinstance(error, InvalidRequestError):
         return Failure(400, error.message, error.param, error.code)
+    if isinstance(error, NothingToDrawError):
+        return Failure(400, error.message, code="nothing_to_draw")
     if isinstance(error, GenerationFailedError):
         return Failure(500, error.message, error.param, error.code or "generation_failed")
     if isinstance(error, EngineNotReadyError):

@@ -25,9 +25,9 @@ from ..engine.api import (
     RequestStream,
     SamplingParams,
 )
-from ..engine.errors import EngineDeadError, InvalidRequestError
+from ..engine.errors import NOTHING_LEFT, EngineDeadError, InvalidRequestError
 from .context import Context
-from .errors import GenerationFailedError, describe, json_response
+from .errors import GenerationFailedError, NothingToDrawError, describe, json_response
 from .prompts import AS_IT_IS, Truncation
 from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
 from .streaming import EventStream, until_disconnect
@@ -203,6 +203,8 @@ async def _collect(streams: Sequence[RequestStream], job: Job, wire: Wire) -> di
 
 def _check_failure(output: CompletionOutput, error: str | None) -> None:
     if output.finish_reason is FinishReason.ERROR:
+        if error == NOTHING_LEFT:
+            raise NothingToDrawError(f"The {error}.")
         raise GenerationFailedError(error or "The generation failed.")
 
 

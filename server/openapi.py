@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from . import responses_examples
 from .errors import Failure
+from .openapi_bodies import describe_body
 
 _JSON, _SSE = "application/json", "text/event-stream"
 _HI = [{"role": "user", "content": "What is the capital of France?"}]
@@ -239,10 +240,13 @@ _ERROR_SCHEMA = {
 def describe_routes(app: FastAPI) -> None:
     """Add :data:`ROUTES` to the document that ``app`` serves."""
     document = app.openapi()  # kept by the application, and served from then on
-    document.setdefault("components", {}).setdefault("schemas", {})["Error"] = _ERROR_SCHEMA
+    components = document.setdefault("components", {}).setdefault("schemas", {})
+    components["Error"] = _ERROR_SCHEMA
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             _describe(operation, ROUTES[method, path])
+            for body in operation.get("requestBody", {}).get("content", {}).values():
+                body["schema"] = describe_body(body["schema"], components)
 
 
 def _describe(operation: dict[str, Any], described: Described) -> None:

@@ -15,6 +15,7 @@ from ..engine.errors import InvalidRequestError
 from .body import read_json
 from .context import Context
 from .generation import Job, engine_requests
+from .request_headers import priority
 from .request_ids import request_id
 from .responses_items import Item, conversation, parse_input
 from .responses_request import KNOWN, ResponsesRequest, parse_request, response_report
@@ -87,6 +88,7 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
         includes_usage=True,
         arrival_time=arrival_time,
         cache_salt=body.cache_salt,
+        priority=priority(request, body.priority),
         report=report,
     )
     return Asked(body, items, job, is_stored)

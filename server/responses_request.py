@@ -55,6 +55,7 @@ _TAKEN = frozenset(  # of the fields that generation routes share
         "bad_words",
         "return_tokens_as_token_ids",
         "cache_salt",
+        "priority",
         "stream",
         "stream_options",
     }
@@ -80,7 +81,6 @@ _NOT_TAKEN: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "moderation": (),
     "background_options": ({}, {"completion_window": "soonest"}),
-    "priority": (0,),
     "structured_outputs": (),
     "response_format": (),
     "previous_input_messages": ([],),

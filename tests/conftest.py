@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, settings
 
 from octavo.kernels.cpu_build import find_compiler
 
+collect_ignore = ["clients"]  # make test-clients runs them, in an environment of their own
+
 # PyTorch's threads, here and in servers that tests start, soon sleep while they wait: tests share the cores
 # with their own clients (docs/adr/0006).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.ops import Ops, SamplingSummary, SamplingTensors
+from ..errors import NOTHING_LEFT
 from ..step import RowResult
 from .logit_rules import RuledRow, apply_rules
 from .logprobs import likely_tokens, sample_logprobs, select_rows
@@ -23,7 +24,6 @@ from .rows import RowTable
 from .transfer import Transfer, to_device
 
 NONFINITE = "the model's logits are not finite"
-NOTHING_LEFT = "penalties, bias, masks and min_tokens leave no token that could be drawn"
 
 
 class SampledRow(NamedTuple):

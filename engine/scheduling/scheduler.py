@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable
 
 from ..api import KVSnapshot
+from ..errors import NOTHING_LEFT
 from ..memory.kv_cache_manager import KVCacheManager
 from ..step import ExecutorRates, RowResult, StepPlan, StepResult
 from .admitter import Admitter
@@ -314,7 +315,7 @@ class Scheduler:
         """Give each token of ``row`` to its sequence: the row's own, then those that fork from it."""
         request = sequence.request
         if row.error is not None:
-            self.counters.num_nonfinite_rows += 1
+            self.counters.num_nonfinite_rows += row.error != NOTHING_LEFT
             self.memory.forget(sequence.live_blocks)
         if request.beam_search is not None:
             return take_candidates(self._table, sequence, row)

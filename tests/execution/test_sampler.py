@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from octavo.engine.api import SamplingParams
+from octavo.engine.errors import NOTHING_LEFT
 from octavo.engine.execution import logprobs
 from octavo.engine.execution.logit_rules import LogitRules, RuledRow, apply_rules
 from octavo.engine.execution.logprobs import most_likely, sample_logprobs
 from octavo.engine.execution.rows import RowTable
-from octavo.engine.execution.sampler import NONFINITE, NOTHING_LEFT, SampledRow, Sampler
+from octavo.engine.execution.sampler import NONFINITE, SampledRow, Sampler
 from octavo.engine.execution.transfer import Transfer
 from octavo.engine.step import NewRow, StepPlan
 from octavo.kernels.torch_ops import TorchOps

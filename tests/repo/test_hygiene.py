@@ -56,4 +56,6 @@ def test_the_import_name_is_made_of_relative_symlinks(root: Path) -> None:
 
 def test_what_ci_runs_is_executable(root: Path) -> None:
     assert os.access(root / ".ci" / "run", os.X_OK)
-    assert "make check" in (root / ".ci" / "run").read_text()
+    script = (root / ".ci" / "run").read_text()
+    assert "make check" in script
+    assert "make test-clients" in script

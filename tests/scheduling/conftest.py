@@ -80,6 +80,7 @@ class FakeExecutor:
         self.tables: dict[int, list[int]] = {}
         self.pools: dict[int, FakePool] = {}
         self.bad_seq_ids: set[int] = set()
+        self.bad_row_error = "logits are not finite"
         self.num_copies = 0
         self.num_computed_tokens = 0
 
@@ -172,7 +173,7 @@ class FakeExecutor:
     def _sample(self, row: ScheduledRow) -> RowResult:
         tokens = self.rows[row.seq_id]
         if row.seq_id in self.bad_seq_ids:
-            return RowResult(row.seq_id, (), error="logits are not finite")
+            return RowResult(row.seq_id, (), error=self.bad_row_error)
         scores = self._score(row) if row.num_scored else None
         if not row.num_samples and not row.num_candidates:
             return RowResult(row.seq_id, (), prompt_logprobs=scores)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.engine.api import FinishReason, ResumedSequence, SamplingParams
+from octavo.engine.errors import NOTHING_LEFT
 from octavo.engine.scheduling.limits import SchedulingError
 from octavo.engine.scheduling.request import NewRequest
 
@@ -167,6 +168,16 @@ def test_nonfinite_row_ends_alone(bench: Any, expected: Expected) -> None:
     assert b.outputs["good"] == expected([3, 4], 4)
     assert b.scheduler.counters.num_nonfinite_rows == 1
     assert b.scheduler.counters.num_generation_tokens == 4
+
+
+def test_a_row_with_nothing_left_to_draw_is_no_fault_of_the_model(bench: Any) -> None:
+    b = bench()
+    b.add("strict", [1, 2], max_tokens=4)
+    b.executor.bad_seq_ids.add(0)
+    b.executor.bad_row_error = NOTHING_LEFT
+    b.drain()
+    assert b.finished["strict"].error == NOTHING_LEFT
+    assert b.scheduler.counters.num_nonfinite_rows == 0
 
 
 def test_abort_frees_blocks_at_once_in_every_state(bench: Any) -> None:

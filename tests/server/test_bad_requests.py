@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -327,6 +328,23 @@ async def test_a_body_over_the_limit(client: httpx.AsyncClient, is_chunked: bool
     answer = await client.post(C, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
     assert check_shape(answer)["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_client_that_sends_it_all_first_sees_the_refusal(
+    url: str, *, is_chunked: bool
+) -> None:
+    size = 2 * MAX_BODY_BYTES
+    head, body = f"Content-Length: {size}", b" " * size
+    if is_chunked:
+        head, body = "Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (size, body)
+    lines = [f"POST {C} HTTP/1.1", "Host: x", "Content-Type: application/json", head, "", ""]
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    writer.write("\r\n".join(lines).encode() + body)
+    await writer.drain()  # refuses to go on where the connection was reset
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    assert b"request_too_large" in await reader.read()
+    writer.close()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from octavo.engine.api import TextPrompt, TokensPrompt
+from octavo.engine.errors import NOTHING_LEFT
 
 if TYPE_CHECKING:
     from tests.server.conftest import FakeEngine
@@ -245,6 +246,22 @@ async def test_error_ends_a_whole_answer_with_500(
         "type": "server_error",
         "param": None,
         "code": "generation_failed",
+    }
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_rules_that_leave_no_token_are_the_requests_fault(
+    client: httpx.AsyncClient, engine: FakeEngine, *, is_streamed: bool
+) -> None:
+    engine.error = NOTHING_LEFT
+    answer = await client.post(PATH, json={"prompt": "a", "stream": is_streamed})
+    body = frames(answer.content)[-1] if is_streamed else answer.json()
+    assert answer.status_code == (200 if is_streamed else 400)
+    assert body["error"] == {
+        "message": "The penalties, bias, masks and min_tokens leave no token that could be drawn.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "nothing_to_draw",
     }
 
 
