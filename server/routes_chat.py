@@ -21,6 +21,7 @@ from .reports import chat_report
 from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
+from .sent_names import length_param
 from .wire import ChatWire, Wire
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"echo": (False,)}
@@ -51,6 +52,7 @@ def chat_router(context: Context) -> APIRouter:
             cache_salt=body.cache_salt,
             report=report,
             truncation=truncation(body),
+            length_param=length_param(body),
         )
         wire = ChatWire(
             f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report

@@ -20,6 +20,7 @@ from .reports import completion_report
 from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import CompletionRequest, body_schema, parse
+from .sent_names import length_param
 from .wire import CompletionWire, Wire
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -53,6 +54,7 @@ def completions_router(context: Context) -> APIRouter:
             cache_salt=body.cache_salt,
             report=report,
             truncation=truncation(body),
+            length_param=length_param(body),
         )
         wire = CompletionWire(
             f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report

@@ -255,6 +255,7 @@ def write_tiny(
     eos: Any = 256,
     generation_eos: Any = None,
     tokenizer_eos: str | None = None,
+    special_eos: str | None = None,
     **config: Any,
 ) -> Path:
     """A Llama of two small layers whose first 256 tokens are bytes; then come the special ones.
@@ -264,7 +265,7 @@ def write_tiny(
         num_rows: of the embedding; absent: one for each token.
         nan_token: a sequence that holds it has logits that are no numbers.
         eos, generation_eos: end ids in config.json and generation_config.json.
-        tokenizer_eos: the end token of tokenizer_config.json.
+        tokenizer_eos, special_eos: the end token of tokenizer_config.json and special_tokens_map.json.
         config: further keys of config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -295,6 +296,9 @@ def write_tiny(
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     extra = {} if tokenizer_eos is None else {"eos_token": tokenizer_eos}
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **extra}))
+    if special_eos is not None:
+        text = json.dumps({"eos_token": {"content": special_eos}})
+        (folder / "special_tokens_map.json").write_text(text)
     if generation_eos is not None:
         text = json.dumps({"eos_token_id": generation_eos})
         (folder / "generation_config.json").write_text(text)
@@ -360,9 +364,7 @@ def tiny(tiny_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
 
 
 @pytest.fixture
-def poisoned(
-    tmp_path: Path, start_server: Callable[..., Any]
-) -> Iterator[Probe]:
+def poisoned(tmp_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
     """A model whose token 7 makes logits that are no numbers; it takes its time when it is ended."""
     folder = write_tiny(tmp_path / "poisoned", nan_token=7)
     with start_server(str(folder), *STRICT, "--shutdown-timeout", "30") as running:

@@ -67,7 +67,7 @@ def test_c03_the_random_state_of_a_script_is_left_alone(tiny_path: Path) -> None
     params = SamplingParams(temperature=1.0, max_tokens=24)
 
     def states() -> tuple[Any, ...]:
-        numpy_state = np.random.get_state()[1]  # noqa: NPY002
+        numpy_state = np.random.get_state()[1]
         return random.getstate(), bytes(numpy_state), bytes(torch.get_rng_state().numpy())
 
     def first_ids(**options: Any) -> tuple[int, ...]:
@@ -146,16 +146,25 @@ def test_c10_penalties_equal_a_rule_in_numpy() -> None:
 
 
 def test_c10_only_the_repetition_penalty_sees_the_prompt(exact: Any) -> None:
-    def first(**fields: Any) -> int:
-        body = {"prompt": "Paris Paris Paris Paris", "max_tokens": 1, "return_token_ids": True}
-        return int(exact.ask(C, **body, **fields)["choices"][0]["token_ids"][0])
+    """Between a token of the prompt, which leads by 1, and one that is not there."""
+    ask: dict[str, Any] = {"prompt": "Paris Paris Paris Paris", "return_token_ids": True}
 
-    plain = first()
-    assert plain == PARIS  # which the prompt has three times
-    assert first(presence_penalty=2) == first(frequency_penalty=2) == plain
-    assert first(repetition_penalty=2) != PARIS
-    ask: dict[str, Any] = {"prompt": "Paris Paris Paris Paris", "max_tokens": 12}
-    assert exact.text(**ask, frequency_penalty=2) != exact.text(**ask)  # the output is seen
+    def leads_by(token_id: int) -> float:
+        body = {**ask, "allowed_token_ids": [token_id], "max_tokens": 1, "logprobs": 0}
+        return float(exact.ask(C, **body)["choices"][0]["logprobs"]["token_logprobs"][0])
+
+    ask["logit_bias"] = {str(WORLD): leads_by(PARIS) - leads_by(WORLD) - 1}
+    ask["allowed_token_ids"] = [PARIS, WORLD]
+
+    def ids(count: int, **fields: Any) -> list[int]:
+        choice = exact.ask(C, **ask, max_tokens=count, **fields)["choices"][0]
+        return list(choice["token_ids"])
+
+    assert ids(1) == [PARIS]
+    assert ids(1, presence_penalty=2) == ids(1, frequency_penalty=2) == [PARIS]
+    assert ids(1, repetition_penalty=2) == [WORLD]
+    assert ids(1, presence_penalty=-2, repetition_penalty=1.0) == [PARIS]
+    assert ids(12, frequency_penalty=2) != ids(12)  # the output is seen
 
 
 def test_c12_ignore_eos_ignores_every_end_id_of_the_model(
@@ -233,7 +242,8 @@ def test_c15_lengths_that_cannot_be_are_refused_with_the_cause(
         assert error["param"] == name
     answer = exact.send(path, **{name: 100000})
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "max_tokens")
+    assert (answer.status_code, error["param"]) == (400, name)
+    assert f"{name}=100000" in error["message"]
     assert {8192, 100000, num_prompt} <= set(map(int, re.findall(r"\d+", error["message"])))
     assert error["code"] == "context_length_exceeded"
     answer = exact.send(C, prompt=[WORLD] * 8192, **{name: 1})

@@ -32,7 +32,7 @@ def texts(chunks: list[Any], index: int = 0) -> list[str]:
         (
             X,
             {
-                "messages": [{"role": "user", "content": "Repeat exactly: 你好，龜 가 🫠"}],
+                "messages": [{"role": "user", "content": "Repeat exactly: 你好，龜 가 🫠"}],  # noqa: RUF001
                 "max_tokens": 24,
             },
         ),
@@ -47,7 +47,7 @@ def test_a01_characters_of_several_tokens_arrive_whole(
     if "allowed_token_ids" not in fields:
         assert "\ufffd" not in joined
     if path == C:
-        assert joined.count("🌶") == 4
+        assert "🌶🌶" in joined
     for delta in texts(chunks):
         assert delta.count("\ufffd") <= joined.count("\ufffd")
     assert whole["usage"]["completion_tokens"] <= fields["max_tokens"]

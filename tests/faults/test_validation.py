@@ -78,7 +78,9 @@ def test_d01_every_error_has_one_shape(exact: Any, single: Any) -> None:
     assert check_error(http.post(X, json={}), 400)["param"] == "messages"
     check_error(http.get(X), 405)
     check_error(http.post("/v1/nowhere", json={}), 404)
-    check_error(http.post(C, content=b'{"prompt":"a"}', headers={"Content-Type": "text/plain"}), 415)
+    check_error(
+        http.post(C, content=b'{"prompt":"a"}', headers={"Content-Type": "text/plain"}), 415
+    )
     check_error(exact.send(C, prompt="a" * (9 << 20)), 413)
     assert check_error(exact.send(C, model="no-such"), 404)["code"] == "model_not_found"
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": b"Bearer \xff"}):
@@ -205,7 +207,10 @@ def test_d09_text_is_the_same_in_every_form(exact: Any) -> None:
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
             "messages[1].content[0]",
         ),
-        ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages[1].content[0].text"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": None}]},
+            "messages[1].content[0].text",
+        ),
         ({"role": "user", "content": [None]}, "messages[1].content[0]"),
         ({"role": "wizard", "content": "a"}, "messages[1].role"),
         ({"role": "User", "content": "a"}, "messages[1].role"),
@@ -332,7 +337,7 @@ def test_d15_no_body_brings_a_server_error(tiny: Any) -> None:
             many = many + 280 if path in (C, X) else many
             for _ in range(many if content else 20):
                 shape = rng.choice(options) if options else schema
-                fields = sorted(shape.get("properties", {})) + ["foo", "tools", "suffix"]
+                fields = [*sorted(shape.get("properties", {})), "foo", "tools", "suffix"]
                 body = fuzzed_body(rng, shape, fields) if content else None
                 jobs.append((method.upper(), url, body, set(operation["responses"])))
     assert len(jobs) >= 2000
