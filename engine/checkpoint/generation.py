@@ -105,9 +105,7 @@ def _tokenizer_eos(folder: Path) -> tuple[int, ...]:
     special = read_optional_json(folder / "special_tokens_map.json")
     texts = dict.fromkeys(_token_text(file.get("eos_token")) for file in (config, special))
     return tuple(
-        token_id
-        for text in texts
-        if (token_id := _token_id(folder, config, text)) is not None
+        token_id for text in texts if (token_id := _token_id(folder, config, text)) is not None
     )
 
 
