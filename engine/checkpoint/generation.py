@@ -95,8 +95,9 @@ def find_tokenizer_window(folder: Path) -> int | None:
     A number past all windows, which transformers writes where it knows none, is as good as none.
     """
     length = read_optional_json(folder / "tokenizer_config.json").get("model_max_length")
-    is_number = isinstance(length, (int, float)) and not isinstance(length, bool)
-    return int(length) if is_number and 1 <= length < 1 << 31 else None
+    if isinstance(length, bool) or not isinstance(length, (int, float)):
+        return None
+    return int(length) if 1 <= length < 1 << 31 else None
 
 
 def _tokenizer_eos(folder: Path) -> tuple[int, ...]:

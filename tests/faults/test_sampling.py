@@ -67,8 +67,8 @@ def test_c03_the_random_state_of_a_script_is_left_alone(tiny_path: Path) -> None
     params = SamplingParams(temperature=1.0, max_tokens=24)
 
     def states() -> tuple[Any, ...]:
-        numpy_state = np.random.get_state()[1]
-        return random.getstate(), bytes(numpy_state), bytes(torch.get_rng_state().numpy())
+        numpy_state: Any = np.random.get_state()
+        return random.getstate(), bytes(numpy_state[1]), bytes(torch.get_rng_state().numpy())
 
     def first_ids(**options: Any) -> tuple[int, ...]:
         random.seed(7)
@@ -287,8 +287,7 @@ def test_c17_stop_strings(exact: Any) -> None:
     ask: dict[str, Any] = {"prompt": "hi", "max_tokens": 4}
     plain = exact.text(**ask)
     assert plain
-    for none in (None, []):
-        assert exact.text(**ask, stop=none) == plain
+    assert exact.text(**ask, stop=None) == exact.text(**ask, stop=[]) == plain
     for wrong in ("", [""], ["a", ""], ["x"] * 5, [1], 1, {"a": 1}, "a" * 10000, ["a" * 10000]):
         for path in (C, X):
             refused = exact.send(path, **{**ask, "stop": wrong, "prompt": "hi"})

@@ -251,8 +251,8 @@ def test_f08_a_big_request_is_served_and_lets_others_pass_afterwards(
     add(core, "Z", 900, 20)
     waiting = iter(names[4:])
     for step in range(3000):
-        if step % 4 == 0 and (name := next(waiting, None)):
-            add(core, name, 16, 8)  # tiny ones keep coming
+        if step % 4 == 0 and (tiny := next(waiting, None)):
+            add(core, tiny, 16, 8)  # tiny ones keep coming
         if not core.has_work:
             break
         updates = core.step().updates

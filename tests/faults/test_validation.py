@@ -83,7 +83,8 @@ def test_d01_every_error_has_one_shape(exact: Any, single: Any) -> None:
     )
     check_error(exact.send(C, prompt="a" * (9 << 20)), 413)
     assert check_error(exact.send(C, model="no-such"), 404)["code"] == "model_not_found"
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": b"Bearer \xff"}):
+    for key in (b"", b"Bearer wrong", b"Bearer \xff"):
+        headers = {b"Authorization": key}
         answer = httpx.post(single.url + C, json={"prompt": "x"}, headers=headers, timeout=30)
         check_error(answer, 401)
     exact.canary()
@@ -135,7 +136,8 @@ def test_d02_ids_outside_the_vocabulary_run_nothing(exact: Any) -> None:
 def test_d04_empty_prompts_are_refused_whole(exact: Any) -> None:
     exact.wait_idle()
     before = exact.metric("vllm:prompt_tokens_total")
-    for prompt in ("", [""], ["ok", ""], [], [[]], [[905], []]):
+    empty_prompts: list[Any] = ["", [""], ["ok", ""], [], [[]], [[905], []]]
+    for prompt in empty_prompts:
         assert check_error(exact.send(C, prompt=prompt), 400)["param"] == "prompt"
     check_error(exact.send(X, messages=[]), 400)
     assert exact.metric("vllm:prompt_tokens_total") == before
