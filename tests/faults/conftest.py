@@ -22,6 +22,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ class Probe:
     def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
         prompt: dict[str, Any] = {"messages": HI} if path.startswith(X) else {"prompt": "hi"}
         return {**prompt, "temperature": 0, **fields}
+
+    def close(self) -> None:
+        self.http.close()
 
     def send(self, path: str, **fields: Any) -> httpx.Response:
         return self.http.post(path, json=self.body(path, fields))
@@ -104,20 +108,17 @@ class Probe:
     def audit(self, timeout_s: float = 20) -> None:
         """K2: nothing is left of any request."""
         self.wait_idle(timeout_s)
+        wait_until(lambda: self.http.get("/load").json() == {"server_load": 0}, timeout_s)
         kv = self.http.get("/debug/kv").json()
         assert kv["sequences"] == []
         assert not any(block["ref_count"] for block in kv["blocks"])
         assert self.metric("octavo:kv_blocks_free") == kv["num_blocks"]
-        assert self.http.get("/load").json() == {"server_load": 0}
 
     def wait_idle(self, timeout_s: float = 20) -> None:
         self.server.wait_idle(timeout_s)
 
     def wait_for(self, name: str, value: float, timeout_s: float = 30) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.metric(name) != value:
-            assert time.monotonic() < deadline, f"{name} does not become {value}"
-            time.sleep(0.02)
+        wait_until(lambda: self.metric(name) == value, timeout_s)
 
     def metric(self, name: str, **labels: str) -> float:
         return float(self.server.metric(name, **labels))
@@ -126,6 +127,13 @@ class Probe:
         """K9: a stream over a plain socket, to another address where it is given."""
         body = self.body(path, {**fields, "stream": True})
         return RawStream(through or self.url, self.key, path, body)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "what is waited for does not happen"
+        time.sleep(0.02)
 
 
 def text_of(choice: Any) -> str:
@@ -221,24 +229,30 @@ STRICT = ("--dtype", "float32", "--check-invariants", "--enable-debug-endpoints"
 def exact(model_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
     """Eight seats in float32, three names."""
     names = ("--served-model-name", "smol", "alias", "org/smol")
-    with start_server(*STRICT, *names, "--max-num-seqs", "8") as running:
-        yield Probe(running)
+    with (
+        start_server(*STRICT, *names, "--max-num-seqs", "8") as running,
+        closing(Probe(running)) as probe,
+    ):
+        yield probe
 
 
 @pytest.fixture(scope="session")
 def pool(model_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
     """K7: 64 blocks of 16 tokens, eight seats, 64 tokens a step."""
     flags = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "64")
-    with start_server(*STRICT, *flags, "--max-num-seqs", "8") as running:
-        yield Probe(running)
+    with (
+        start_server(*STRICT, *flags, "--max-num-seqs", "8") as running,
+        closing(Probe(running)) as probe,
+    ):
+        yield probe
 
 
 @pytest.fixture(scope="session")
 def single(model_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
     """One seat, behind a key; silent streams get a comment every fifth of a second."""
     flags = ("--max-num-seqs", "1", "--api-key", "sesame", "--sse-keep-alive-interval", "0.2")
-    with start_server(*STRICT, *flags) as running:
-        yield Probe(running, "sesame")
+    with start_server(*STRICT, *flags) as running, closing(Probe(running, "sesame")) as probe:
+        yield probe
 
 
 # --- a tiny random model --------------------------------------------------------------------------
@@ -359,16 +373,22 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
     """The tiny model, whose steps take next to nothing, in a pool of 64 blocks."""
     flags = (str(tiny_path), "--num-gpu-blocks-override", "64", "--max-num-seqs", "8")
-    with start_server(*STRICT, *flags, "--log-level", "warning") as running:
-        yield Probe(running)
+    with (
+        start_server(*STRICT, *flags, "--log-level", "warning") as running,
+        closing(Probe(running)) as probe,
+    ):
+        yield probe
 
 
 @pytest.fixture
 def poisoned(tmp_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
     """A model whose token 7 makes logits that are no numbers; it takes its time when it is ended."""
-    folder = write_tiny(tmp_path / "poisoned", nan_token=7)
-    with start_server(str(folder), *STRICT, "--shutdown-timeout", "30") as running:
-        yield Probe(running)
+    folder = write_tiny(tmp_path / "poisoned", nan_token=7, window=8192)
+    with (
+        start_server(str(folder), *STRICT, "--shutdown-timeout", "30") as running,
+        closing(Probe(running)) as probe,
+    ):
+        yield probe
 
 
 @pytest.fixture(scope="session")

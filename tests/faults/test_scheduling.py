@@ -34,7 +34,8 @@ def make_core(
     folder = write_model(tmp_path_factory.mktemp("wide"), window=8192)
 
     def make(**options: Any) -> EngineCore:
-        options = {"model": str(folder), "check_invariants": True, "max_num_seqs": 8, **options}
+        own = {"check_invariants": True, "max_num_seqs": 8, "num_gpu_blocks_override": 600}
+        options = {"model": str(folder), **own, **options}
         core, _ = build_core(EngineConfig.from_options(options), 0)
         return core
 

@@ -89,13 +89,10 @@ def as_part(choice: Any) -> Any:
     return {"index": 0, "delta": {"content": content}}
 
 
-@pytest.mark.parametrize("stop", [["<|im_end|>"], "<|im_end|>"])
-def test_a07_a_stop_string_that_is_a_special_token_stops_and_stays_hidden(
-    exact: Any, stop: Any
-) -> None:
+def test_a07_a_stop_string_that_is_a_special_token_stops_and_stays_hidden(exact: Any) -> None:
     ask: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hi"}], "max_tokens": 64}
     plain, _ = exact.parity(X, **ask)
-    stopped, _ = exact.parity(X, **ask, stop=stop, ignore_eos=True)
+    stopped, _ = exact.parity(X, **ask, stop=["<|im_end|>"], ignore_eos=True)
     for answer in (plain, stopped):
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] < 64
@@ -281,6 +278,19 @@ def test_a15_choices_of_a_stream_are_told_apart(exact: Any) -> None:
         c["message"] for c in whole["choices"]
     ]:
         assert not {"tool_calls", "function_call"} & set(choice)
+
+
+@pytest.mark.parametrize("path", [C, X])
+def test_a15_seeded_choices_of_several_prompts_say_the_same_streamed_and_whole(
+    exact: Any, path: str
+) -> None:
+    fields: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 7, "max_tokens": 6}
+    prompts = {"prompt": ["Once upon a time", "1, 2, 3,"]} if path == C else {}
+    whole, _ = exact.parity(path, **fields, **prompts, logprobs=True if path == X else 1)
+    assert [choice["index"] for choice in whole["choices"]] == [*range(4 if path == C else 2)]
+    assert whole["usage"]["completion_tokens"] == sum(
+        len(c["logprobs"]["tokens" if path == C else "content"]) for c in whole["choices"]
+    )
 
 
 def test_a_stream_that_is_refused_is_no_stream(single: Any) -> None:

@@ -95,8 +95,7 @@ def test_d01_a_server_that_fails_or_ends_says_so_in_the_same_shape(
 ) -> None:
     assert check_error(poisoned.send(C, prompt=[1, 7]), 500)["type"] == "server_error"
     poisoned.wait_idle()
-    stream = poisoned.connect(C, prompt=[1, 2], max_tokens=400, ignore_eos=True)
-    slow = [poisoned.connect(C, prompt=[i] * 8, max_tokens=500, ignore_eos=True) for i in range(6)]
+    stream = poisoned.connect(C, prompt=[1, 2], max_tokens=8000, ignore_eos=True)
     stream.read_until(b"data: ")
     end_softly(poisoned)
     with httpx.Client(base_url=poisoned.url) as client:
@@ -104,8 +103,7 @@ def test_d01_a_server_that_fails_or_ends_says_so_in_the_same_shape(
             pass
         check_error(client.post(C, json={"prompt": [1]}), 503)
     assert "error" in answer.json()
-    for one in (stream, *slow):
-        one.close()
+    stream.close()
 
 
 def test_d01_the_sdk_has_the_message(exact: Any) -> None:
@@ -128,6 +126,9 @@ def test_d02_ids_outside_the_vocabulary_run_nothing(exact: Any) -> None:
             assert str(wrong) in error["message"]
             assert "49151" in error["message"]
     assert exact.metric("vllm:prompt_tokens_total") == before
+    for tokens in ([49152], [905, -1], [2**40]):
+        refused = exact.http.post("/detokenize", json={"tokens": tokens})
+        assert check_error(refused, 400)["param"] == "tokens"
     for legal in (0, 16, 49151):
         exact.ask(C, prompt=[legal], max_tokens=1)
     exact.canary()
@@ -143,6 +144,8 @@ def test_d04_empty_prompts_are_refused_whole(exact: Any) -> None:
     assert exact.metric("vllm:prompt_tokens_total") == before
     empty = exact.ask(X, messages=[{"role": "user", "content": ""}], max_tokens=1)
     assert empty["usage"]["prompt_tokens"] > 0  # the template's own
+    for text in (" ", "\n", "<|im_end|>", "\x00"):  # not empty
+        assert exact.ask(C, prompt=text, max_tokens=1)["usage"]["prompt_tokens"] == 1
     exact.canary()
 
 
