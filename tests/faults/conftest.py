@@ -384,8 +384,9 @@ def tiny(tiny_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
 def poisoned(tmp_path: Path, start_server: Callable[..., Any]) -> Iterator[Probe]:
     """A model whose token 7 makes logits that are no numbers; it takes its time when it is ended."""
     folder = write_tiny(tmp_path / "poisoned", nan_token=7, window=8192)
+    flags = ("--shutdown-timeout", "30", "--num-gpu-blocks-override", "600")
     with (
-        start_server(str(folder), *STRICT, "--shutdown-timeout", "30") as running,
+        start_server(str(folder), *STRICT, *flags) as running,
         closing(Probe(running)) as probe,
     ):
         yield probe

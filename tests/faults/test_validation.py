@@ -296,19 +296,29 @@ def fuzzed_body(rng: random.Random, schema: dict[str, Any], fields: list[str]) -
     body: dict[str, Any] = {}
     properties = schema.get("properties", {})
     if "messages" in properties and rng.random() < 0.9:
-        roles = ["user", "system", "assistant", "tool", "developer", "x"]
-        body["messages"] = [
-            {"role": rng.choice(roles[:4]), "content": "hi"}
-            if rng.random() < 0.8
-            else {"role": rng.choice(roles), "content": rng.choice(NASTY)}
-            for _ in range(rng.randint(1, 3))
-        ]
+        body["messages"] = [fuzzed_message(rng) for _ in range(rng.randint(1, 3))]
     if "prompt" in properties and rng.random() < 0.9:
         body["prompt"] = rng.choice(["hi", [1, 2, 3], "🌶", ["a", "b"], [[1], [2]]])
     for name in rng.sample(fields, rng.choice((0, 1, 1, 2, 3))):
         body[name] = plausible(rng, properties.get(name, {}))
     limit = {"max_tokens": rng.randint(1, 4)} if "max_tokens" in properties else {}
     return {**limit, **body} if rng.random() < 0.95 else body | limit
+
+
+def fuzzed_message(rng: random.Random) -> Any:
+    message = {"role": rng.choice(["user", "system", "assistant", "tool"]), "content": "hi"}
+    if rng.random() < 0.7:
+        return message
+    wrong, kind = rng.choice(NASTY), rng.choice(["text", "image_url", "refusal", "x"])
+    parts = [{"type": kind, kind: wrong}, rng.choice(NASTY)]
+    calls = [{"id": wrong, "type": wrong, "function": {"name": wrong, "arguments": wrong}}, wrong]
+    change: dict[str, Any] = {
+        rng.choice(["role", "content", "name", "tool_calls", "tool_call_id"]): wrong,
+        rng.choice(["content", "foo"]): parts[: rng.randint(1, 2)],
+        rng.choice(["tool_calls", "foo"]): calls[: rng.randint(0, 2)],
+    }
+    keys = rng.sample(sorted(change), rng.randint(1, len(change)))
+    return {**message, **{key: change[key] for key in keys}}
 
 
 def plausible(rng: random.Random, schema: dict[str, Any]) -> Any:
