@@ -114,6 +114,7 @@ def metric_families() -> list[Metric]:
         max_model_len=8192,
         block_size=16,
         num_blocks=1024,
+        kv_cache_bytes=1 << 20,
         num_host_blocks=0,
         enable_prefix_caching=True,
         dtype="float32",

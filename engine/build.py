@@ -327,7 +327,7 @@ def _window(config: EngineConfig, checkpoint: Checkpoint) -> int:
         raise ConfigError(
             f"--max-model-len {asked} is more than the model's window of {window} tokens."
         )
-    return asked or window
+    return asked or checkpoint.window
 
 
 def _max_model_len(config: EngineConfig, window: int, num_slots: int) -> int:

@@ -168,11 +168,12 @@ class ModelConfig(_Checked):
     )
     max_model_len: int | None = option(
         None,
-        "Longest sequence, prompt and output together.",
+        "Longest sequence, prompt and output together; at most the model's positions.",
         kind="size",
         unit="tokens",
         least=1,
-        default_text="the model's window, or what the KV cache can hold if that is less",
+        default_text="the model's window: its positions (max_position_embeddings), or the tokenizer's "
+        "model_max_length if that is less; or what the KV cache can hold if that is less still",
     )
     max_logprobs: int = option(
         20,

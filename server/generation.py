@@ -30,6 +30,7 @@ from .context import Context
 from .errors import GenerationFailedError, NothingToDrawError, describe, json_response
 from .prompts import AS_IT_IS, Truncation
 from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
+from .sent_names import LENGTH, named_as_sent
 from .streaming import EventStream, until_disconnect
 from .wire import DONE, Choice, Usage, Wire, error_event
 
@@ -49,6 +50,7 @@ class Job:
     repeats_usage: bool = False
     report: Report = NOTHING
     truncation: Truncation = AS_IT_IS
+    length_param: str = LENGTH  # the name under which the client sent it
 
     @property
     def is_ranked(self) -> bool:
@@ -68,7 +70,8 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
         raise InvalidRequestError(
             f"stream must be false with {name}: the best is known only at the end.", param="stream"
         )
-    streams = await context.engine.submit(engine_requests(job))
+    with named_as_sent(job.length_param):
+        streams = await context.engine.submit(engine_requests(job))
     if job.is_streamed:
         events = _events(streams, job, wire)
         return EventStream(

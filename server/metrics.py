@@ -242,6 +242,7 @@ class Metrics:
             "num_cpu_blocks": str(info.num_host_blocks),
             "cache_dtype": info.dtype,
             "enable_prefix_caching": str(info.enable_prefix_caching),
+            "kv_cache_memory_bytes": str(info.kv_cache_bytes),
             "kv_cache_size_tokens": str(num_tokens),
             "kv_cache_max_concurrency": f"{info.num_blocks / num_blocks_each:.2f}",
             "engine": ENGINE_INDEX,

@@ -13,6 +13,7 @@ import msgspec
 from ..engine.api import RenderedRequest
 from .context import Context
 from .generation import Job, engine_requests
+from .sent_names import named_as_sent
 
 
 async def rendered(context: Context, job: Job) -> list[dict[str, Any]]:
@@ -21,7 +22,8 @@ async def rendered(context: Context, job: Job) -> list[dict[str, Any]]:
     Raises:
         RequestError, EngineNotReadyError, EngineDeadError: as if it were to be computed.
     """
-    requests = await context.engine.render(engine_requests(job))
+    with named_as_sent(job.length_param):
+        requests = await context.engine.render(engine_requests(job))
     return [_shape(context, job, request) for request in requests]
 
 

@@ -21,6 +21,7 @@ from .request_headers import priority
 from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
+from .sent_names import length_param
 from .wire import ChatWire, Wire
 
 
@@ -51,6 +52,7 @@ def chat_router(context: Context) -> APIRouter:
             repeats_usage=body.repeats_usage,
             report=report,
             truncation=truncation(body),
+            length_param=length_param(body),
         )
         wire = ChatWire(
             f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report

@@ -15,7 +15,13 @@ from typing import Any, Literal
 
 from ..errors import CheckpointError
 from .fields import id_list, read_json
-from .generation import check_ids, find_chat_template, find_default_sampling, find_eos_ids
+from .generation import (
+    check_ids,
+    find_chat_template,
+    find_default_sampling,
+    find_eos_ids,
+    find_tokenizer_window,
+)
 from .gguf_config import read_gguf_spec
 from .gguf_file import GGUFFile
 from .hf_config import read_spec
@@ -37,8 +43,15 @@ class Checkpoint:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams
     chat_template: str | None = None  # Jinja source
     tokenizer_path: Path | None = None  # tokenizer.json, if the folder has one
+    tokenizer_window: int | None = None  # the most tokens that the tokenizer's file speaks of
     tensor_files: Mapping[str, Path] = field(default_factory=dict, repr=False)  # kind "hf"
     gguf: GGUFFile | None = field(default=None, repr=False)  # kind "gguf"
+
+    @property
+    def window(self) -> int:
+        """Longest sequence by default: the model's positions, or what the tokenizer is said to be for."""
+        positions = self.spec.max_position_embeddings
+        return min(positions, self.tokenizer_window or positions)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -84,6 +97,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         default_sampling=find_default_sampling(folder),
         chat_template=find_chat_template(folder),
         tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
+        tokenizer_window=find_tokenizer_window(folder),
         tensor_files=find_tensors(folder),
     )
 

@@ -1,4 +1,4 @@
-"""End ids, chat template and sampling defaults of a Hugging Face folder."""
+"""End ids, chat template, sampling defaults and the tokenizer's window of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -89,17 +89,38 @@ def find_default_sampling(folder: Path) -> dict[str, Any]:
     return defaults
 
 
+def find_tokenizer_window(folder: Path) -> int | None:
+    """``model_max_length`` of tokenizer_config.json. ``None``: there is none, or it is no length.
+
+    A number past all windows, which transformers writes where it knows none, is as good as none.
+    """
+    length = read_optional_json(folder / "tokenizer_config.json").get("model_max_length")
+    if isinstance(length, bool) or not isinstance(length, (int, float)):
+        return None
+    return int(length) if 1 <= length < 1 << 31 else None
+
+
 def _tokenizer_eos(folder: Path) -> tuple[int, ...]:
-    """The id of tokenizer_config.json's ``eos_token``, which is given as text."""
+    """The ids of ``eos_token``, a text, in tokenizer_config.json and special_tokens_map.json."""
     config = read_optional_json(folder / "tokenizer_config.json")
-    token = config.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
+    special = read_optional_json(folder / "special_tokens_map.json")
+    texts = dict.fromkeys(_token_text(file.get("eos_token")) for file in (config, special))
+    return tuple(
+        token_id for text in texts if (token_id := _token_id(folder, config, text)) is not None
+    )
+
+
+def _token_text(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _token_id(folder: Path, config: Mapping[str, Any], text: Any) -> int | None:
     if not isinstance(text, str):
-        return ()
+        return None
     token_id = _id_in_decoder(config, text)
     if token_id is None:
         token_id = _id_in_tokenizer(read_optional_json(folder / "tokenizer.json"), text)
-    return () if token_id is None else (token_id,)
+    return token_id
 
 
 def _id_in_decoder(config: Mapping[str, Any], text: str) -> int | None:

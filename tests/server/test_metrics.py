@@ -153,6 +153,7 @@ def test_cache_config_info(metrics: Metrics) -> None:
         "num_cpu_blocks": "0",
         "cache_dtype": "float32",
         "enable_prefix_caching": "True",
+        "kv_cache_memory_bytes": "1048576",
         "kv_cache_size_tokens": "160",
         "kv_cache_max_concurrency": "2.50",
         "engine": "0",
