@@ -70,7 +70,7 @@ Arguments = TypeVarTuple("Arguments")
 THREAD_SIZE = 4096
 """Requests with more characters or token ids than this are admitted off the event loop."""
 REQUEST_SIZE = 64
-"""What admitting a request costs beside its prompt, in characters."""
+"""What admitting one more request costs beside its prompt, in characters."""
 EXIT_TIMEOUT_S = 2.0
 MAX_FOLDER_CHARS = 80
 """Unix sockets' names have about 100 characters at most."""
@@ -331,7 +331,8 @@ class EngineClient(Engine):
     async def _admit(
         self, admission: Admission, requests: Sequence[GenerationRequest]
     ) -> list[Admitted]:
-        size = sum(_prompt_size(request.prompt) + REQUEST_SIZE for request in requests)
+        size = sum(_prompt_size(request.prompt) for request in requests)
+        size += REQUEST_SIZE * (len(requests) - 1)
         return await self._text_work(size, _admit_all, admission, requests)
 
     async def _text_work(
