@@ -1,12 +1,33 @@
-"""uvicorn's HTTP protocol with a limit on what comes before a request's body."""
+"""uvicorn's HTTP protocol with a limit on what comes before a request's body, and a short way out for streams."""
 
 from __future__ import annotations
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from .streaming import BODY_WRITER
 
 MAX_HEADER_BYTES = 64 << 10
 
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class BodyWriter:
+    """Implements :class:`octavo.server.streaming.BodyWriter` for one request."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the body has begun, in chunks, and the connection takes more without waiting."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        )
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``, which is not empty, as one chunk."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class HeaderLimitProtocol(HttpToolsProtocol):
@@ -26,6 +47,8 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_body = True
         super().on_headers_complete()
+        if self.scope["method"] != "HEAD":
+            self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

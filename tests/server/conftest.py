@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from octavo.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRe
 from octavo.engine.stats import EngineStats, StatsSink
 from octavo.server.app import create_app
 from octavo.server.listening import bind
+from octavo.server.protocol import HeaderLimitProtocol
 
 INFO = EngineInfo(
     model="/models/tiny",
@@ -101,8 +102,28 @@ class FakeStream(RequestStream):
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
-        if len(self._left) <= self._engine.hold_at:
+        if self._is_held:
             await self._engine.released.wait()
+        return self._next()
+
+    @property
+    def _is_held(self) -> bool:
+        return len(self._left) <= self._engine.hold_at and not self._engine.released.is_set()
+
+    def take(self) -> RequestOutput | None:
+        return None if self.finished or self._is_held else self._next()
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        self._telling = asyncio.ensure_future(self._tell(callback))
+
+    async def _tell(self, callback: Callable[[], None]) -> None:
+        while not self.finished and not self.is_aborted:
+            if self._is_held:
+                await self._engine.released.wait()
+            callback()
+            await asyncio.sleep(0)
+
+    def _next(self) -> RequestOutput:
         if self._engine.death is not None:
             raise EngineDeadError(self._engine.death)
         if self._sampling.use_beam_search or self._sampling.is_best_of:
@@ -299,7 +320,9 @@ async def debugged(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 @asynccontextmanager
 async def _listening(engine: Engine) -> AsyncIterator[str]:
     app = create_app(engine, ServerConfig(), ("tiny", "alias/one"))
-    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, http=HeaderLimitProtocol, ws="none", lifespan="off", log_config=None
+    )
     server = uvicorn.Server(config)
     listener = bind("127.0.0.1", 0)  # accepts before the server has started
     task = asyncio.create_task(server._serve([listener]))
