@@ -158,16 +158,14 @@ class _Events:
 
 
 def _chunk(wire: Wire, index: int, one: CompletionOutput, output: RequestOutput) -> bytes:
+    tokens = _tokens(wire.report, one, output) if wire.report.tells_tokens else None
+    if one.finish_reason is None:
+        return wire.delta(index, one.text, tokens) if one.text or tokens else b""
     _check_failure(one, output.error)
-    tokens = _tokens(wire.report, one, output)
-    if one.finish_reason is not None:
-        return wire.closing(index, one.text, one.finish_reason, one.stop_reason, tokens)
-    return wire.delta(index, one.text, tokens) if one.text or tokens else b""
+    return wire.closing(index, one.text, one.finish_reason, one.stop_reason, tokens)
 
 
 def _tokens(report: Report, one: CompletionOutput, output: RequestOutput) -> Tokens | None:
-    if not report.tells_tokens:
-        return None
     return output_tokens(one, len(output.prompt or "") if report.has_echo else 0)
 
 
@@ -190,8 +188,7 @@ async def _collect(streams: Sequence[RequestStream], job: Job, wire: Wire) -> di
                 _check_failure(one, output.error)
                 choice = choices[index * n + one.index]
                 choice.text.append(one.text)
-                tokens = _tokens(job.report, one, output)
-                if tokens is not None:
+                if job.report.tells_tokens and (tokens := _tokens(job.report, one, output)):
                     choice.tokens.extend(tokens)
                 choice.finish_reason = one.finish_reason
                 choice.stop_reason = one.stop_reason
