@@ -124,6 +124,7 @@ class LiveEventStream(Response):
     async def _send_all(self, send: Send) -> None:
         source = self._source
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._last_send = time.monotonic()
         source.on_ready(self._on_ready)
         while True:
             if data := source.take():

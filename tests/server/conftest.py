@@ -87,6 +87,7 @@ class FakeStream(RequestStream):
         self._end = FinishReason.STOP if limit is None or limit > len(self._left) else None
         self.is_aborted = False
         self.finished = False
+        self._has_turn = False
 
     @property
     def request_id(self) -> str:
@@ -111,7 +112,10 @@ class FakeStream(RequestStream):
         return len(self._left) <= self._engine.hold_at and not self._engine.released.is_set()
 
     def take(self) -> RequestOutput | None:
-        return None if self.finished or self._is_held else self._next()
+        if self.finished or self._is_held or (self._engine.is_paced and not self._has_turn):
+            return None
+        self._has_turn = False
+        return self._next()
 
     def on_ready(self, callback: Callable[[], None]) -> None:
         self._telling = asyncio.ensure_future(self._tell(callback))
@@ -120,7 +124,9 @@ class FakeStream(RequestStream):
         while not self.finished and not self.is_aborted:
             if self._is_held:
                 await self._engine.released.wait()
+            self._has_turn = True
             callback()
+            self._has_turn = False
             await asyncio.sleep(0)
 
     def _next(self) -> RequestOutput:
@@ -182,6 +188,7 @@ class FakeEngine(Engine):
         self.death: str | None = None
         self.error: str | None = None  # streams end with FinishReason.ERROR
         self.hold_at = -1  # streams wait while that many pieces, or fewer, are left
+        self.is_paced = False  # whoever takes has to be told first
         self.released = asyncio.Event()
         self.dead = asyncio.Event()
         self.requests: list[GenerationRequest] = []
@@ -238,7 +245,7 @@ class FakeEngine(Engine):
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         self.check_ready()
-        return "".join(map(chr, _prompt_ids(TokensPrompt(token_ids))))
+        return "".join(map(chr, _checked_ids("tokens", token_ids)))
 
     async def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{token_id}>" for token_id in token_ids]
@@ -267,12 +274,16 @@ class FakeEngine(Engine):
         self.released.set()
 
 
+def _checked_ids(param: str, token_ids: Sequence[int]) -> list[int]:
+    for token_id in token_ids:
+        if not 0 <= token_id < INFO.vocab_size:
+            raise InvalidRequestError(f"Token id {token_id} is out of range.", param=param)
+    return list(token_ids)
+
+
 def _prompt_ids(prompt: Prompt) -> list[int]:
     if isinstance(prompt, TokensPrompt):
-        for token_id in prompt.token_ids:
-            if not 0 <= token_id < INFO.vocab_size:
-                raise InvalidRequestError(f"Token id {token_id} is out of range.", param="prompt")
-        return list(prompt.token_ids)
+        return _checked_ids("prompt", prompt.token_ids)
     if isinstance(prompt, TextPrompt):
         return [ord(char) for char in prompt.text]
     assert isinstance(prompt, ChatPrompt)
