@@ -67,9 +67,9 @@ def _wait_ready(port: int, path: str, server: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server ended before it was ready")
 
 
-async def stream(port: int, prompt: str | list[int], num_tokens: int) -> int:
+async def stream(port: int, prompt: str | list[int], num_tokens: int, *, model: str = "m") -> int:
     """One streamed completion. Returns the number of its events."""
-    fields = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+    fields = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
     body = json.dumps({**fields, "ignore_eos": True, "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
