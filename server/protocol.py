@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .streaming import BODY_WRITER
@@ -48,7 +50,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._is_in_body = True
         super().on_headers_complete()
         if self.scope["method"] != "HEAD":
-            self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
+            cast(dict[str, Any], self.scope)[BODY_WRITER] = BodyWriter(self.cycle)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
