@@ -59,7 +59,8 @@ BODY_WRITER = "octavo.body_writer"
 class BodyWriter(Protocol):
     """The way out of a body past the application's layers, for parts that need no waiting.
 
-    To be used between the header and the last message of the body, which go the usual way.
+    To be used between the header and the last message of the body, which go the usual way: what is written leaves
+    before anything that the writer schedules afterwards.
     """
 
     @property

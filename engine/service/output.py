@@ -51,7 +51,7 @@ class _SequenceState:
             if sampling.stop
             else None
         )
-        self.is_plain = self.detokenizer is not None and self.tokens is self.matcher is None
+        self.is_plain = self.tokens is None and self.matcher is None
         self.min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
