@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from octavo.server.protocol import Outbox
 from octavo.server.streaming import BODY_WRITER, COMMENT, LiveEventStream
 
 if TYPE_CHECKING:
@@ -232,3 +233,24 @@ async def test_a_slow_reader_costs_bounded_memory_and_no_other_stream(
     assert text.count(b"data: ") == num_pieces  # the first one was read before, [DONE] is the last
     writer.close()
     other.close()
+
+
+async def test_what_a_turn_writes_leaves_in_order_before_what_is_scheduled_later() -> None:
+    class Transport(asyncio.Transport):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def write(self, data: Any) -> None:
+            seen.append((self.name, data))
+
+    seen: list[tuple[str, bytes]] = []
+    outbox, first, second = Outbox(), Transport("first"), Transport("second")
+    for data in (b"1", b"2"):
+        outbox.put(first, data)
+        outbox.put(second, data)
+        asyncio.get_running_loop().call_soon(seen.append, ("later", data))
+        assert ("later", data) not in seen
+        await asyncio.sleep(0)
+        assert seen == [("first", data), ("second", data), ("later", data)]
+        seen.clear()
