@@ -143,12 +143,13 @@ class _Events:
 
     def _add(self, index: int, output: RequestOutput) -> None:
         _add(self._usage, output)
+        wire, begun, chunks = self._wire, self._begun, self._chunks
         for one in output.outputs:
             number = index * self._n + one.index
-            if number not in self._begun:
-                self._begun.add(number)
-                self._chunks.append(self._wire.prompt(number, output))
-            self._chunks.append(_chunk(self._wire, number, one, output))
+            if number not in begun:
+                begun.add(number)
+                chunks.append(wire.prompt(number, output))
+            chunks.append(_chunk(wire, number, one, output))
         if output.finished:
             self._num_running -= 1
 

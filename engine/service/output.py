@@ -101,6 +101,7 @@ class RequestState:
         self._best_of = BestOf(sampling) if sampling.is_best_of else None
         self._num_cached_tokens = 0
         self._num_discarded_tokens = 0
+        self._has_prompt_logprobs = sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._prompt_text_offsets: list[int] | None = None
         self._first_prompt_token = b""
@@ -140,6 +141,8 @@ class RequestState:
             self._num_cached_tokens = update.num_cached_tokens
         self._note_times(sequence, update, now, sink)
         output = self._advance(sequence, update)
+        if output.finish_reason is None and self._best_of is None:
+            return [output], None, ()
         is_stopped_here = output.finished and update.finish_reason is None
         stopped = (update.child_index,) if is_stopped_here else ()
         if output.finish_reason is FinishReason.ERROR and self._is_ranked:
@@ -343,7 +346,7 @@ class RequestState:
     @property
     def _whole_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Those of all prompt tokens, once they are known."""
-        if self.admitted.new.sampling.prompt_logprobs is None:
+        if not self._has_prompt_logprobs:
             return None
         is_whole = len(self._prompt_logprobs) == len(self.prompt_token_ids)
         return self._prompt_logprobs if is_whole else None
