@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from comparison import engines, peers
 from comparison.engines import PAIRS, SERVED_NAME, Engine
 from comparison.forms import model_form
