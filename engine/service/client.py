@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
@@ -70,6 +71,8 @@ Arguments = TypeVarTuple("Arguments")
 
 THREAD_SIZE = 4096
 """Requests with more characters or token ids than this are admitted off the event loop."""
+MAX_TEXT_THREADS = 2
+"""More of them would keep the event loop waiting for its turn at the interpreter and the cores."""
 EXIT_TIMEOUT_S = 2.0
 MAX_FOLDER_CHARS = 80
 """Unix sockets' names have about 100 characters at most."""
@@ -185,6 +188,7 @@ class EngineClient(Engine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._text_task: asyncio.Task[None] | None = None
+        self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -278,6 +282,7 @@ class EngineClient(Engine):
             await asyncio.to_thread(self._process.wait)
         if self._text_task is not None:
             self._text_task.cancel()
+        self._text_threads.shutdown(wait=False)  # those who wait hear of the end then
         self._release_socket()
 
     def _release_socket(self) -> None:
@@ -354,7 +359,8 @@ class EngineClient(Engine):
         """Do ``work`` here if it is small, else on a thread: tokenising releases the GIL."""
         if size <= THREAD_SIZE:
             return work(*args)
-        result = await asyncio.to_thread(work, *args)
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._text_threads, work, *args)
         self._door()
         return result
 
