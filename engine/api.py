@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -487,10 +487,11 @@ def unpack_floats(packed: bytes) -> list[float]:
 class RequestStream(Protocol):
     """The outputs of one admitted request, in order. Ends after the one with ``finished``.
 
-    Outputs that a slow reader has not taken are merged, so the buffer stays bounded by the request.
+    Outputs that a slow reader has not taken are merged, so the buffer stays bounded by the request. There is
+    one reader: it iterates, or takes what there is whenever it is told that there is something.
 
     Raises:
-        EngineDeadError: from iteration, when the engine ended before the request did.
+        EngineDeadError: from iteration and ``take``, when the engine ended before the request did.
     """
 
     @property
@@ -499,6 +500,15 @@ class RequestStream(Protocol):
     def prompt_token_ids(self) -> list[int]: ...
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
     async def __anext__(self) -> RequestOutput: ...
+    def take(self) -> RequestOutput | None:
+        """What has come since the last time; ``None`` if nothing has. Waits for nothing."""
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called on the event loop whenever there is something to take, a failure too.
+
+        A callback of several streams is called once for all that one step gave them. It must not raise.
+        """
+
     def abort(self) -> None:
         """Stop computing. Waits for nothing, may be called at any time, any number of times."""
 

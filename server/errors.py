@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from ..engine.errors import (
     OverloadedError,
     RequestError,
 )
+from . import response_headers
 
 NOT_READY_RETRY_S = 2
 CLIENT_CLOSED_REQUEST = 499  # never seen by a client; counted in http_requests_total
@@ -204,5 +205,6 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _on_unexpected(_request: Request, _error: Exception) -> Response:
-    return INTERNAL.response()
+async def _on_unexpected(request: Request, _error: Exception) -> Response:
+    """Answers outside of all middleware."""
+    return replace(INTERNAL, headers=response_headers.own(request.scope)).response()

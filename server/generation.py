@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from .errors import GenerationFailedError, NothingToDrawError, describe, json_re
 from .prompts import AS_IT_IS, Truncation
 from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
 from .sent_names import LENGTH, named_as_sent
-from .streaming import EventStream, until_disconnect
+from .streaming import LiveEventStream, until_disconnect
 from .wire import DONE, Choice, Usage, Wire, error_event
 
 
@@ -73,8 +73,8 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
     with named_as_sent(job.length_param):
         streams = await context.engine.submit(engine_requests(job))
     if job.is_streamed:
-        events = _events(streams, job, wire)
-        return EventStream(
+        events = _Events(streams, job, wire)
+        return LiveEventStream(
             events, lambda: _abort(streams), keep_alive_s=context.keep_alive_interval_s
         )
     try:
@@ -127,52 +127,73 @@ def _abort(streams: Sequence[RequestStream]) -> None:
         stream.abort()
 
 
-async def _events(streams: Sequence[RequestStream], job: Job, wire: Wire) -> AsyncGenerator[bytes]:
+class _Events:
     """The events of a stream, ``[DONE]`` included. A failure is an event of its own."""
-    n, usage = job.sampling.n, _prompt_usage(streams)
-    if job.repeats_usage:
-        wire.repeat_usage(usage)
-    opening = b"".join(
-        wire.opening(i * n + j, stream.prompt_token_ids)
-        for i, stream in enumerate(streams)
-        for j in range(n)
-    )
-    begun: set[int] = set()
-    if opening:
-        yield opening
-    try:
-        async with aclosing(_merged(streams)) as outputs:
-            async for index, output in outputs:
-                _add(usage, output)
-                if job.repeats_usage:
-                    wire.repeat_usage(usage)
-                chunks = []
-                for one in output.outputs:
-                    number = index * n + one.index
-                    if number not in begun:
-                        begun.add(number)
-                        chunks.append(wire.prompt(number, output))
-                    chunks.append(_chunk(wire, number, one, output))
-                if any(chunks):
-                    yield b"".join(chunks)
-        if job.includes_usage:
-            yield wire.usage(usage)
-    except (EngineDeadError, GenerationFailedError) as error:
-        yield error_event(describe(error).body())
-    yield DONE
+
+    def __init__(self, streams: Sequence[RequestStream], job: Job, wire: Wire) -> None:
+        n = job.sampling.n
+        self._streams, self._n, self._wire = streams, n, wire
+        self._includes_usage, self._repeats_usage = job.includes_usage, job.repeats_usage
+        self._usage = _prompt_usage(streams)
+        if self._repeats_usage:
+            wire.repeat_usage(self._usage)
+        self._num_running = len(streams)
+        self._begun: set[int] = set()  # choices whose prompt has been told of
+        self._chunks = [
+            wire.opening(i * n + j, stream.prompt_token_ids)
+            for i, stream in enumerate(streams)
+            for j in range(n)
+        ]
+        self.is_ended = False
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        for stream in self._streams:
+            stream.on_ready(callback)
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
+        if self.is_ended:
+            return b""
+        try:
+            for index, stream in enumerate(self._streams):
+                output = stream.take()
+                if output is not None:
+                    self._add(index, output)
+            if not self._num_running:
+                self._end(self._wire.usage(self._usage) if self._includes_usage else b"")
+        except (EngineDeadError, GenerationFailedError) as error:
+            self._end(error_event(describe(error).body()))
+        chunks, self._chunks = self._chunks, []
+        return b"".join(chunks)
+
+    def _add(self, index: int, output: RequestOutput) -> None:
+        _add(self._usage, output)
+        if self._repeats_usage:
+            self._wire.repeat_usage(self._usage)
+        wire, begun, chunks = self._wire, self._begun, self._chunks
+        for one in output.outputs:
+            number = index * self._n + one.index
+            if number not in begun:
+                begun.add(number)
+                chunks.append(wire.prompt(number, output))
+            chunks.append(_chunk(wire, number, one, output))
+        if output.finished:
+            self._num_running -= 1
+
+    def _end(self, last: bytes) -> None:
+        self._chunks += (last, DONE)
+        self.is_ended = True
 
 
 def _chunk(wire: Wire, index: int, one: CompletionOutput, output: RequestOutput) -> bytes:
+    tokens = _tokens(wire.report, one, output) if wire.report.tells_tokens else None
+    if one.finish_reason is None:
+        return wire.delta(index, one.text, tokens) if one.text or tokens else b""
     _check_failure(one, output.error)
-    tokens = _tokens(wire.report, one, output)
-    if one.finish_reason is not None:
-        return wire.closing(index, one.text, one.finish_reason, one.stop_reason, tokens)
-    return wire.delta(index, one.text, tokens) if one.text or tokens else b""
+    return wire.closing(index, one.text, one.finish_reason, one.stop_reason, tokens)
 
 
 def _tokens(report: Report, one: CompletionOutput, output: RequestOutput) -> Tokens | None:
-    if not report.tells_tokens:
-        return None
     return output_tokens(one, len(output.prompt or "") if report.has_echo else 0)
 
 
@@ -195,8 +216,7 @@ async def _collect(streams: Sequence[RequestStream], job: Job, wire: Wire) -> di
                 _check_failure(one, output.error)
                 choice = choices[index * n + one.index]
                 choice.text.append(one.text)
-                tokens = _tokens(job.report, one, output)
-                if tokens is not None:
+                if job.report.tells_tokens and (tokens := _tokens(job.report, one, output)):
                     choice.tokens.extend(tokens)
                 choice.finish_reason = one.finish_reason
                 choice.stop_reason = one.stop_reason
@@ -216,7 +236,8 @@ def _prompt_usage(streams: Sequence[RequestStream]) -> Usage:
 
 
 def _add(usage: Usage, output: RequestOutput) -> None:
-    usage.completion_tokens += sum(len(one.token_ids) for one in output.outputs)
+    for one in output.outputs:
+        usage.completion_tokens += len(one.token_ids)
     if output.finished:
         usage.completion_tokens += output.num_discarded_tokens
         usage.cached_tokens += output.num_cached_tokens

@@ -12,6 +12,7 @@ their error and the process exits with 1.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -188,6 +189,8 @@ async def _announce(
         await watch_progress(engine, out)
     except EngineDeadError:
         return  # said by the end of serve
+    gc.collect()
+    gc.freeze()  # libraries, routes and tokenizer stay: a collection need not visit them, nor hold up the loop
     needs_key = bool(config.api_key)
     out.write(banner(engine.info, model_name, url, needs_key=needs_key))
 

@@ -86,7 +86,7 @@ def _named(what: str) -> Iterator[None]:
 
 @contextmanager
 def listening(config: ServerConfig) -> Iterator[socket.socket]:
-    """The listening socket. A Unix socket's name is gone afterwards.
+    """The listening socket, closed afterwards; a Unix socket's name is gone then.
 
     Raises:
         ConfigError: the address or name cannot be used.
@@ -95,12 +95,13 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         with bind(config.host, config.port) as listener:
             yield listener
         return
-    with bind_unix(config.uds) as listener:
-        try:
+    listener = bind_unix(config.uds)
+    try:
+        with listener:
             yield listener
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(config.uds)
+    finally:
+        with suppress(OSError):  # another server may have taken the name over
+            _remove_stale(config.uds)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -156,6 +157,7 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full queue is an answer too
         try:
             probe.connect(path)
         except ConnectionRefusedError:

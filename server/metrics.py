@@ -24,7 +24,7 @@ from prometheus_client import (
 from ..engine.api import Engine, EngineInfo, FinishReason
 from ..engine.errors import EngineNotReadyError
 from ..engine.stats import BLOCK_TIME_BUCKETS, EngineStats, RequestRecord
-from .cumulative_histogram import CumulativeHistogram
+from .cumulative_histogram import CumulativeHistogram, TallyHistogram
 from .exposition import CONTENT_TYPE, Exposition
 from .http_metrics import HttpMetrics
 from .metric_tables import (
@@ -180,9 +180,13 @@ class Metrics:
         self._ttft = make(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
         )
-        self._itl = make(
-            "vllm:inter_token_latency_seconds", "Time between two tokens.", ITL_BUCKETS
+        self._itl = TallyHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between two tokens.",
+            dict(zip(_LABELS, self._values, strict=True)),
+            ITL_BUCKETS,
         )
+        self.registry.register(self._itl)
         self._tpot = make(
             "vllm:request_time_per_output_token_seconds",
             "A request's mean time between two tokens.",

@@ -13,7 +13,8 @@ class RootPathMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, "root_path": self._root_path}, receive, send)
+        scope["root_path"] = self._root_path
+        await self._app(scope, receive, send)
 
 
 def route_path(scope: Scope) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ..engine.api import CompletionOutput, Logprob, RequestOutput
@@ -30,7 +31,7 @@ class Report:
     names_ids: bool = False  # tokens are written as token_id:N
     named: tuple[int, ...] = ()  # alternatives, in place of the most likely
 
-    @property
+    @cached_property
     def tells_tokens(self) -> bool:
         """Whether anything is told of the output's tokens."""
         return self.num_top is not None or self.has_token_ids

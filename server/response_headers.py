@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .request_ids import request_id_of
 
+_BEGIN = "octavo.begin"
 NAMES = ("X-Request-Id", "openai-processing-ms")
 
 
@@ -21,14 +22,20 @@ class ResponseHeadersMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin = time.perf_counter()
-        name = request_id_of(scope).encode("ascii")
+        scope[_BEGIN] = time.perf_counter()
 
         async def adding(message: Message) -> None:
             if message["type"] == "http.response.start":
-                took_ms = round((time.perf_counter() - begin) * 1000)
-                added = [(b"x-request-id", name), (b"openai-processing-ms", b"%d" % took_ms)]
+                added = [
+                    (name.lower().encode(), value.encode()) for name, value in own(scope).items()
+                ]
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         await self._app(scope, receive, adding)
+
+
+def own(scope: Scope) -> dict[str, str]:
+    """The headers at this moment, for an answer that does not pass the middleware."""
+    took_ms = round((time.perf_counter() - scope[_BEGIN]) * 1000)
+    return dict(zip(NAMES, (request_id_of(scope), str(took_ms)), strict=True))

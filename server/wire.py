@@ -174,6 +174,7 @@ class CompletionWire(Wire):
     """``text_completion``: chunks look like the whole answer."""
 
     object_name = chunk_name = "text_completion"
+    _DELTA_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
 
     def opening(self, index: int, prompt_token_ids: list[int]) -> bytes:
         return b""
@@ -192,8 +193,8 @@ class CompletionWire(Wire):
         if tokens is not None:
             shape = self._shape(index, text, tokens, None, None)
             return self._chunk(_encode({**shape, **self._ids(tokens)}))
-        end = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
-        return self._chunk(b'{"index":%d,"text":' % index, _encode(text), end)
+        start = b'{"index":%d,"text":' % index
+        return b"".join((self._prefix, start, _encode(text), self._DELTA_END, self._suffix))
 
     def closing(
         self,
@@ -242,6 +243,7 @@ class ChatWire(Wire):
     chunk_name = "chat.completion.chunk"
     echo = ""  # that each answer begins with
     _OPEN_END = b',"logprobs":null,"finish_reason":null}'
+    _DELTA_END = b"}" + _OPEN_END + b"]"
 
     def opening(self, index: int, prompt_token_ids: list[int]) -> bytes:
         start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % index
@@ -264,7 +266,7 @@ class ChatWire(Wire):
             }
             return self._chunk(_encode({**shape, **self._ids(tokens)}))
         start = b'{"index":%d,"delta":{"content":' % index
-        return self._chunk(start, _encode(text), b"}", self._OPEN_END)
+        return b"".join((self._prefix, start, _encode(text), self._DELTA_END, self._suffix))
 
     def closing(
         self,

@@ -1,18 +1,23 @@
-"""The front end that is written first: FastAPI, pydantic, one event per token: ``plain_server.py PORT STEP_MS``.
+"""The front end that is written first: FastAPI, pydantic, one event per token: ``plain_server.py PORT STEP_MS [own]``.
 
-Its tokens come from a task of its own loop, which is less work than to receive them from a process.
+Its tokens come from an engine process, a message for each; with ``own`` from a task of its own loop, as if an
+engine could share the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import uvicorn
+import zmq
+import zmq.asyncio
 from canned_engine import TOKEN_IDS
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -51,11 +56,15 @@ class Chunk(BaseModel):
     choices: list[Choice]
 
 
-class Steps:
+class OwnSteps:
     """Gives every running request a token a step."""
 
     def __init__(self) -> None:
         self.queues: dict[str, asyncio.Queue[int]] = {}
+
+    async def add(self, name: str, _max_tokens: int) -> asyncio.Queue[int]:
+        queue = self.queues[name] = asyncio.Queue()
+        return queue
 
     async def run(self) -> None:
         tick, step = time.monotonic(), 0
@@ -67,7 +76,35 @@ class Steps:
             step += 1
 
 
-STEPS = Steps()
+class ProcessSteps(OwnSteps):
+    """Receives every token from the engine process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._socket = zmq.asyncio.Context().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+
+    async def add(self, name: str, max_tokens: int) -> asyncio.Queue[int]:
+        queue = await super().add(name, max_tokens)
+        await self._socket.send_json({"id": name, "max_tokens": max_tokens})
+        return queue
+
+    async def run(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            endpoint = f"ipc://{folder}/engine"
+            self._socket.bind(endpoint)
+            script = str(Path(__file__).with_name("plain_engine.py"))
+            command = [sys.executable, "-P", script, endpoint, sys.argv[2]]
+            engine = await asyncio.create_subprocess_exec(*command)
+            try:
+                while True:
+                    message = await self._socket.recv_json()
+                    self.queues[message["id"]].put_nowait(message["token"])
+            finally:
+                engine.kill()
+
+
+STEPS = OwnSteps() if "own" in sys.argv else ProcessSteps()
 
 
 @asynccontextmanager
@@ -93,9 +130,8 @@ async def complete(request: CompletionRequest) -> StreamingResponse:
 
 
 async def events(request: CompletionRequest) -> AsyncIterator[str]:
-    name, queue = f"cmpl-{uuid.uuid4().hex}", asyncio.Queue[int]()
-    STEPS.queues[name] = queue
-    created = int(time.time())
+    name, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+    queue = await STEPS.add(name, request.max_tokens)
     try:
         for i in range(request.max_tokens):
             text = TOKENIZER.decode([await queue.get()])

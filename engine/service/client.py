@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
@@ -21,6 +22,7 @@ import zmq
 
 from ..api import (
     ChatPrompt,
+    CompletionOutput,
     Engine,
     EngineInfo,
     GenerationRequest,
@@ -60,7 +62,7 @@ from .frames import (
     encode,
     to_wire,
 )
-from .output import RequestState, merge
+from .output import RequestState, merge_outputs
 from .process import Launch, pack_launch
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ THREAD_SIZE = 4096
 """Requests with more characters or token ids than this are admitted off the event loop."""
 REQUEST_SIZE = 64
 """What admitting one more request costs beside its prompt, in characters."""
+MAX_TEXT_THREADS = 2
+"""More of them would keep the event loop waiting for its turn at the interpreter and the cores."""
 EXIT_TIMEOUT_S = 2.0
 MAX_FOLDER_CHARS = 80
 """Unix sockets' names have about 100 characters at most."""
@@ -82,9 +86,11 @@ class EngineStream:
     def __init__(self, client: EngineClient, state: RequestState) -> None:
         self._client = client
         self.state = state
-        self._pending: RequestOutput | None = None
+        self.callback: Callable[[], None] | None = None  # of the one who takes
+        self._pending: list[CompletionOutput] = []
+        self._pending_error: str | None = None  # why one of them failed
         self._is_ended = False
-        self._error: Exception | None = None
+        self._death: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # of the one who reads
 
     @property
@@ -99,36 +105,51 @@ class EngineStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while self._pending is None:
-            if self._error is not None:
-                raise self._error
+        while (output := self.take()) is None:
             if self._is_ended:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        output, self._pending = self._pending, None
+        return output
+
+    def take(self) -> RequestOutput | None:
+        """See :meth:`octavo.engine.api.RequestStream.take`."""
+        if not self._pending:
+            if self._death is not None:
+                raise self._death
+            return None
+        output = self.state.output(self._pending, self._pending_error)
+        self._pending, self._pending_error = [], None
         self._is_ended = output.finished
         return output
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """See :meth:`octavo.engine.api.RequestStream.on_ready`."""
+        self.callback = callback
 
     def abort(self) -> None:
         """See :meth:`octavo.engine.api.RequestStream.abort`."""
         self._client.abort(self.request_id)
 
-    def put(self, output: RequestOutput) -> None:
-        if self._pending is None:
-            self._pending = output
+    def put(self, outputs: list[CompletionOutput], error: str | None) -> None:
+        """Keep deltas until they are taken. :meth:`wake` is the caller's to call."""
+        if self._pending:
+            merge_outputs(self._pending, outputs)
         else:
-            merge(self._pending, output)
-        self._wake()
+            self._pending = outputs
+        self._pending_error = error or self._pending_error
 
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._wake()
+    def fail(self, death: Exception) -> None:
+        self._death = death
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Tell the reader that there is something to take."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():  # done: the reader was cancelled
             waiter.set_result(None)
+        if self.callback is not None:
+            self.callback()
 
 
 class EngineClient(Engine):
@@ -169,6 +190,7 @@ class EngineClient(Engine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._text_task: asyncio.Task[None] | None = None
+        self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -264,6 +286,7 @@ class EngineClient(Engine):
             await asyncio.to_thread(self._process.wait)
         if self._text_task is not None:
             self._text_task.cancel()
+        self._text_threads.shutdown(wait=False)  # those who wait hear of the end then
         self._release_socket()
 
     def _release_socket(self) -> None:
@@ -341,7 +364,8 @@ class EngineClient(Engine):
         """Do ``work`` here if it is small, else on a thread: tokenising releases the GIL."""
         if size <= THREAD_SIZE:
             return work(*args)
-        result = await asyncio.to_thread(work, *args)
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._text_threads, work, *args)
         self._door()
         return result
 
@@ -350,7 +374,8 @@ class EngineClient(Engine):
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
-        stream.put(stream.state.abort())
+        stream.put(stream.state.abort().outputs, None)
+        stream.wake()
         self._record_finished(stream.state)
         self._send(Abort((request_id,)))
 
@@ -473,20 +498,27 @@ class EngineClient(Engine):
 
     def _deliver(self, step: Step) -> None:
         now = time.monotonic()
+        streams, sink = self._streams, self._sink
         stopped: list[tuple[str, int]] = []
+        ready: dict[Callable[[], None], None] = {}  # in order, each once
         for update in step.updates:
-            stream = self._streams.get(update.request_id)
+            stream = streams.get(update.request_id)
             if stream is None:
                 continue
-            output, stopped_here = stream.state.apply(update, now, self._sink)
-            stopped += [(update.request_id, child_index) for child_index in stopped_here]
-            if output.finished:
-                del self._streams[update.request_id]
-                self._record_finished(stream.state)
-            if output.outputs:
-                stream.put(output)
+            state = stream.state
+            outputs, error, stopped_here = state.advance(update, now, sink)
+            if stopped_here:
+                stopped += [(update.request_id, child_index) for child_index in stopped_here]
+            if state.is_finished:
+                del streams[update.request_id]
+                self._record_finished(state)
+            if outputs:
+                stream.put(outputs, error)
+                ready[stream.callback or stream.wake] = None
         if stopped:
             self._send(Abort(sequences=tuple(stopped)))
+        for tell in ready:
+            tell()
 
     def _record_finished(self, state: RequestState) -> None:
         if self._sink is not None:

@@ -24,6 +24,7 @@ class _SequenceState:
         "cumulative_logprob",
         "detokenizer",
         "finish_reason",
+        "is_plain",
         "last_token_time",
         "matcher",
         "min_tokens",
@@ -50,6 +51,7 @@ class _SequenceState:
             if sampling.stop
             else None
         )
+        self.is_plain = self.tokens is None and self.matcher is None
         self.min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
@@ -87,16 +89,19 @@ class RequestState:
 
     def __init__(self, admitted: Admitted, tokenizer: Tokenizer) -> None:
         self.admitted = admitted
+        self.request_id = admitted.new.request_id
         self.metrics = RequestMetrics(arrival_time=admitted.new.arrival_time)
         self.prompt_token_ids = list(admitted.new.prompt_token_ids)
         self._tokenizer = tokenizer
         sampling = admitted.new.sampling
         num_sequences = sampling.n if sampling.use_beam_search else sampling.num_sequences
         self._sequences = [_SequenceState(admitted, tokenizer) for _ in range(num_sequences)]
+        self._num_unfinished = num_sequences
         self._is_ranked = sampling.use_beam_search or sampling.is_best_of
         self._best_of = BestOf(sampling) if sampling.is_best_of else None
         self._num_cached_tokens = 0
         self._num_discarded_tokens = 0
+        self._has_prompt_logprobs = sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._prompt_text_offsets: list[int] | None = None
         self._first_prompt_token = b""
@@ -107,22 +112,25 @@ class RequestState:
         self._embedding: bytes | None = None
 
     @property
-    def request_id(self) -> str:
-        return self.admitted.new.request_id
-
-    @property
     def is_finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self._sequences)
+        return not self._num_unfinished
 
     def apply(
         self, update: SequenceUpdate, now: float, sink: StatsSink | None = None
     ) -> tuple[RequestOutput, tuple[int, ...]]:
+        """:meth:`advance`, and what it gives as a :class:`RequestOutput`."""
+        outputs, error, stopped = self.advance(update, now, sink)
+        return self.output(outputs, error), stopped
+
+    def advance(
+        self, update: SequenceUpdate, now: float, sink: StatsSink | None = None
+    ) -> tuple[list[CompletionOutput], str | None, tuple[int, ...]]:
         """Take in what one step gave one sequence.
 
         Returns:
-            The delta, and the child indices of sequences that have just ended here while the engine
-            goes on with them. The delta is empty for a sequence that has ended before, and with
-            ``best_of`` until the last sequence has.
+            The deltas; why one of them is a failure; and the child indices of sequences that have just
+            ended here while the engine goes on with them. There is no delta for a sequence that has ended
+            before, and with ``best_of`` none until the last sequence has.
         """
         if update.prompt_logprobs is not None:
             self._add_prompt_logprobs(update.prompt_logprobs)
@@ -131,22 +139,28 @@ class RequestState:
         sequence = self._sequences[update.child_index]
         is_empty = not update.token_ids and update.finish_reason is None
         if is_empty or sequence.finish_reason is not None:
-            return self._output([], None), ()
-        self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
+            return [], None, ()
+        if update.num_cached_tokens > self._num_cached_tokens:
+            self._num_cached_tokens = update.num_cached_tokens
         self._note_times(sequence, update, now, sink)
         output = self._advance(sequence, update)
+        if output.finish_reason is None and self._best_of is None:
+            return [output], None, ()
         is_stopped_here = output.finished and update.finish_reason is None
         stopped = (update.child_index,) if is_stopped_here else ()
         if output.finish_reason is FinishReason.ERROR and self._is_ranked:
             return self._fail(output, update.error)
         if self._best_of is None:
-            return self._output([output], update.error), stopped
+            return [output], update.error, stopped
         self._best_of.add(output, update.logprobs or ())
-        return self._output(self._select() if self.is_finished else [], None), stopped
+        return self._select() if self.is_finished else [], None, stopped
 
     def _advance(self, sequence: _SequenceState, update: SequenceUpdate) -> CompletionOutput:
         """What ``update`` adds to its sequence: text, and why it ends if it does."""
         sequence.num_tokens += len(update.token_ids)
+        if sequence.is_plain and update.finish_reason is None and update.logprobs is None:
+            text, _ = sequence.text_of(update.token_ids, False)
+            return CompletionOutput(update.child_index, text, list(update.token_ids))
         reason, stop_reason = update.finish_reason, None
         shown, hidden = update.token_ids, update.token_ids[:0]
         if reason is FinishReason.STOP:
@@ -158,7 +172,8 @@ class RequestState:
         is_cut_id = bool(hidden) and isinstance(stop_reason, str)
         if matched is not None:
             reason, stop_reason = FinishReason.STOP, matched
-        sequence.finish_reason = reason
+        if reason is not None:
+            self._end(sequence, reason)
         output = CompletionOutput(
             update.child_index,
             text,
@@ -183,6 +198,10 @@ class RequestState:
         sequence.cumulative_logprob += sum(sample.logprob for sample in update.logprobs)
         return sequence.cumulative_logprob
 
+    def _end(self, sequence: _SequenceState, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self._num_unfinished -= 1
+
     def abort(self) -> RequestOutput:
         """End every unfinished sequence; text held back is given out.
 
@@ -190,17 +209,17 @@ class RequestState:
         """
         outputs = self._end_unfinished(FinishReason.ABORT)
         if self._best_of is None:
-            return self._output(outputs, None)
+            return self.output(outputs, None)
         for output in outputs:
             self._best_of.add(output, ())
-        return self._output(self._select(FinishReason.ABORT), None)
+        return self.output(self._select(FinishReason.ABORT), None)
 
     def _end_unfinished(self, reason: FinishReason) -> list[CompletionOutput]:
         outputs = []
         for index, sequence in enumerate(self._sequences):
             if sequence.finish_reason is None:
                 text, _ = sequence.text_of((), True)
-                sequence.finish_reason = reason
+                self._end(sequence, reason)
                 output = CompletionOutput(index, text, [], finish_reason=reason)
                 if sequence.tokens is not None:
                     sequence.tokens.give(output, is_last=True, is_cut=False)
@@ -209,13 +228,13 @@ class RequestState:
 
     def _fail(
         self, failed: CompletionOutput, error: str | None
-    ) -> tuple[RequestOutput, tuple[int, ...]]:
+    ) -> tuple[list[CompletionOutput], str | None, tuple[int, ...]]:
         """One of the sequences to choose from has an error: there is no best one."""
         ended = self._end_unfinished(FinishReason.ERROR)
         if self._best_of is None:
-            return self._output([failed, *ended], error), ()
+            return [failed, *ended], error, ()
         outputs = self._select(FinishReason.ERROR)
-        return self._output(outputs, error), tuple(output.index for output in ended)
+        return outputs, error, tuple(output.index for output in ended)
 
     def _select(self, reason: FinishReason | None = None) -> list[CompletionOutput]:
         """The choices of a ``best_of`` request, all ended by ``reason`` where one is given."""
@@ -262,7 +281,8 @@ class RequestState:
         metrics = self.metrics
         if update.scheduled_time is not None and metrics.scheduled_time is None:
             metrics.scheduled_time = update.scheduled_time
-        metrics.num_preemptions = max(metrics.num_preemptions, update.num_preemptions)
+        if update.num_preemptions > metrics.num_preemptions:
+            metrics.num_preemptions = update.num_preemptions
         if not update.token_ids:
             return
         previous, sequence.last_token_time = sequence.last_token_time, now
@@ -312,13 +332,14 @@ class RequestState:
         )
         return text_offsets(detokenizer, self.prompt_token_ids, len(admitted.prompt or ""))
 
-    def _output(self, outputs: list[CompletionOutput], error: str | None) -> RequestOutput:
+    def output(self, outputs: list[CompletionOutput], error: str | None) -> RequestOutput:
+        """Deltas with what is known of their request at this moment."""
         return RequestOutput(
             self.request_id,
             self.admitted.prompt,
             self.prompt_token_ids,
             outputs,
-            self.is_finished,
+            not self._num_unfinished,
             self._num_cached_tokens,
             self._num_discarded_tokens,
             self._whole_prompt_logprobs,
@@ -332,7 +353,7 @@ class RequestState:
     @property
     def _whole_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Those of all prompt tokens, once they are known."""
-        if self.admitted.new.sampling.prompt_logprobs is None:
+        if not self._has_prompt_logprobs:
             return None
         is_whole = len(self._prompt_logprobs) == len(self.prompt_token_ids)
         return self._prompt_logprobs if is_whole else None
@@ -340,11 +361,22 @@ class RequestState:
 
 def merge(into: RequestOutput, new: RequestOutput) -> None:
     """Append a delta to an earlier one that nobody has taken yet."""
-    by_index = {output.index: output for output in into.outputs}
-    for output in new.outputs:
+    merge_outputs(into.outputs, new.outputs)
+    into.finished = new.finished
+    into.num_cached_tokens = new.num_cached_tokens
+    into.num_discarded_tokens = new.num_discarded_tokens
+    into.prompt_logprobs = new.prompt_logprobs
+    into.error = new.error or into.error
+    into.embedding = new.embedding
+
+
+def merge_outputs(into: list[CompletionOutput], new: list[CompletionOutput]) -> None:
+    """Append deltas to earlier ones."""
+    by_index = {output.index: output for output in into}
+    for output in new:
         earlier = by_index.get(output.index)
         if earlier is None:
-            into.outputs.append(output)
+            into.append(output)
             continue
         earlier.text += output.text
         earlier.token_ids += output.token_ids
@@ -357,12 +389,6 @@ def merge(into: RequestOutput, new: RequestOutput) -> None:
             earlier.cumulative_logprob = output.cumulative_logprob
         earlier.finish_reason = output.finish_reason
         earlier.stop_reason = output.stop_reason
-    into.finished = new.finished
-    into.num_cached_tokens = new.num_cached_tokens
-    into.num_discarded_tokens = new.num_discarded_tokens
-    into.prompt_logprobs = new.prompt_logprobs
-    into.error = new.error or into.error
-    into.embedding = new.embedding
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

@@ -43,6 +43,8 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
+        if len(token_ids) == 1:
+            return self._decode(self._pieces[token_ids[0]])
         pieces = self._pieces
         return self._decode(b"".join([pieces[token_id] for token_id in token_ids]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from octavo.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRe
 from octavo.engine.stats import EngineStats, StatsSink
 from octavo.server.app import create_app
 from octavo.server.listening import bind
+from octavo.server.protocol import HeaderLimitProtocol
 
 INFO = EngineInfo(
     model="/models/tiny",
@@ -88,6 +89,7 @@ class FakeStream(RequestStream):
         self._end = FinishReason.STOP if limit is None or limit > len(self._left) else None
         self.is_aborted = False
         self.finished = False
+        self._has_turn = False
 
     @property
     def request_id(self) -> str:
@@ -103,8 +105,33 @@ class FakeStream(RequestStream):
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
-        if len(self._left) <= self._engine.hold_at:
+        if self._is_held:
             await self._engine.released.wait()
+        return self._next()
+
+    @property
+    def _is_held(self) -> bool:
+        return len(self._left) <= self._engine.hold_at and not self._engine.released.is_set()
+
+    def take(self) -> RequestOutput | None:
+        if self.finished or self._is_held or (self._engine.is_paced and not self._has_turn):
+            return None
+        self._has_turn = False
+        return self._next()
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        self._telling = asyncio.ensure_future(self._tell(callback))
+
+    async def _tell(self, callback: Callable[[], None]) -> None:
+        while not self.finished and not self.is_aborted:
+            if self._is_held:
+                await self._engine.released.wait()
+            self._has_turn = True
+            callback()
+            self._has_turn = False
+            await asyncio.sleep(0)
+
+    def _next(self) -> RequestOutput:
         if self._engine.death is not None:
             raise EngineDeadError(self._engine.death)
         if self._sampling.use_beam_search or self._sampling.is_best_of:
@@ -175,6 +202,7 @@ class FakeEngine(Engine):
         self.death: str | None = None
         self.error: str | None = None  # streams end with FinishReason.ERROR
         self.hold_at = -1  # streams wait while that many pieces, or fewer, are left
+        self.is_paced = False  # whoever takes has to be told first
         self.released = asyncio.Event()
         self.dead = asyncio.Event()
         self.requests: list[GenerationRequest] = []
@@ -231,7 +259,7 @@ class FakeEngine(Engine):
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         self.check_ready()
-        return "".join(map(chr, _prompt_ids(TokensPrompt(token_ids))))
+        return "".join(map(chr, _checked_ids("tokens", token_ids)))
 
     async def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{token_id}>" for token_id in token_ids]
@@ -260,12 +288,16 @@ class FakeEngine(Engine):
         self.released.set()
 
 
+def _checked_ids(param: str, token_ids: Sequence[int]) -> list[int]:
+    for token_id in token_ids:
+        if not 0 <= token_id < INFO.vocab_size:
+            raise InvalidRequestError(f"Token id {token_id} is out of range.", param=param)
+    return list(token_ids)
+
+
 def _prompt_ids(prompt: Prompt) -> list[int]:
     if isinstance(prompt, TokensPrompt):
-        for token_id in prompt.token_ids:
-            if not 0 <= token_id < INFO.vocab_size:
-                raise InvalidRequestError(f"Token id {token_id} is out of range.", param="prompt")
-        return list(prompt.token_ids)
+        return _checked_ids("prompt", prompt.token_ids)
     if isinstance(prompt, TextPrompt):
         return [ord(char) for char in prompt.text]
     assert isinstance(prompt, ChatPrompt)
@@ -313,7 +345,9 @@ async def debugged(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 @asynccontextmanager
 async def _listening(engine: Engine) -> AsyncIterator[str]:
     app = create_app(engine, ServerConfig(), ("tiny", "alias/one"))
-    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, http=HeaderLimitProtocol, ws="none", lifespan="off", log_config=None
+    )
     server = uvicorn.Server(config)
     listener = bind("127.0.0.1", 0)  # accepts before the server has started
     task = asyncio.create_task(server._serve([listener]))

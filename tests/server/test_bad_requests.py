@@ -399,8 +399,10 @@ async def test_the_unexpected_leaks_nothing(
         raise RuntimeError("/secret/path")
 
     monkeypatch.setattr(engine, "submit", fail)
-    answer = await client.post(C, json={"prompt": "a"})
+    answer = await client.post(C, json={"prompt": "a"}, headers={"X-Request-Id": "mine"})
     assert answer.status_code == 500
+    assert answer.headers["x-request-id"] == "mine"
+    assert int(answer.headers["openai-processing-ms"]) >= 0
     assert check_shape(answer)["code"] == "internal_error"
     assert "secret" not in answer.text
 

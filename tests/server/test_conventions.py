@@ -30,7 +30,12 @@ async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[httpx.Asy
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [("abc-1.2_3", "abc-1.2_3"), ("a b<c>\u00e9", "abc"), ("x" * 100, "x" * 64)],
+    [
+        ("abc-1.2_3", "abc-1.2_3"),
+        ("a b<c>\u00e9", "abc"),
+        ("x" * 10_000, "x" * 64),
+        ("a\r\nSet-Cookie: b\0", "aSet-Cookieb"),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_request_ids_come_back(
@@ -118,6 +123,8 @@ async def test_a_proxys_prefix_may_be_there_or_cut(engine: FakeEngine, prefix: s
         assert (await client.get(f"{prefix}/v1/models")).status_code == 401
         key = {"Authorization": "Bearer k"}
         assert (await client.get(f"{prefix}/v1/models", headers=key)).status_code == 200
+        page = await client.get(f"{prefix}/docs", headers=key)
+        assert "'/llm/openapi.json'" in page.text
         document = (await client.get(f"{prefix}/openapi.json", headers=key)).json()
         assert document["servers"] == [{"url": "/llm"}]
         assert (await client.get("/llm/llm/v1/models", headers=key)).status_code == 404

@@ -17,7 +17,7 @@ from octavo.engine.config import ServerConfig
 from octavo.engine.errors import ConfigError
 from octavo.server.banner import Console, curl_line
 from octavo.server.launch import serve
-from octavo.server.listening import check_listening, listening, tls_context, url_of
+from octavo.server.listening import bind_unix, check_listening, listening, tls_context, url_of
 
 if TYPE_CHECKING:
     from tests.server.conftest import FakeEngine
@@ -94,6 +94,15 @@ def test_a_socket_that_an_ended_server_left_is_taken_over(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="a server listens there"):
             listening(ServerConfig(uds=path)).__enter__()
         assert Path(path).is_socket()
+
+
+def test_a_name_that_another_server_took_over_is_left_to_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with listening(ServerConfig(uds=path)) as first:
+        first.close()  # as at the end of serving, before the name is removed
+        second = bind_unix(path)
+    assert Path(path).is_socket()
+    second.close()
 
 
 def test_other_files_are_never_removed(tmp_path: Path) -> None:

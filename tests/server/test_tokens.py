@@ -53,7 +53,7 @@ async def test_a_text_may_exceed_the_window(client: httpx.AsyncClient) -> None:
         ("/detokenize", {"tokens": [True]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1.0]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1] * (MAX_TOKENS + 1)}, 400, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, 400, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/v1/completions/render", {"prompt": "a", "top_p": 2}, 400, "top_p"),
         ("/v1/completions/render", {"prompt": ""}, 400, "prompt"),
         ("/v1/chat/completions/render", {"messages": []}, 400, "messages"),

@@ -664,8 +664,9 @@ def test_tokenising_and_rendering_answer_without_computing(tiny_model: Path) -> 
             assert rendered.sampling.seed is None
             with pytest.raises(InvalidRequestError, match="maximum context length"):
                 await client.render([replace(one, prompt=TextPrompt("a" * 512))])
-            with pytest.raises(InvalidRequestError, match="id 300, which is not"):
+            with pytest.raises(InvalidRequestError, match="id 300, which is not") as refusal:
                 await client.detokenize([300])
+            assert refusal.value.param == "tokens"
             info = client.tokenizer_info()
             assert info["special_tokens"] == {"<|end|>": 256, "<|start|>": 257, "<|stop|>": 258}
             assert "generation_prompt" in info["chat_template"]
@@ -706,3 +707,52 @@ def test_long_texts_are_tokenised_off_the_event_loop(
             assert [one == threading.get_ident() for one in threads] == [is_here, is_here]
 
     play(scene)
+
+
+def test_a_callback_is_called_once_for_what_a_step_gave_all_its_streams(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as client:
+            await until(lambda: is_ready(client))
+            streams = await client.submit([request(f"r{i}", [i], 5) for i in range(3)])
+            assert [stream.take() for stream in streams] == [None] * 3
+            taken: list[list[list[int]]] = []  # at each call, from each stream
+
+            def take_all() -> None:
+                outputs = [stream.take() for stream in streams]
+                taken.append([output.outputs[0].token_ids if output else [] for output in outputs])
+
+            for stream in streams:
+                stream.on_ready(take_all)
+            await until(lambda: len(taken) == 5)
+            assert taken == [[[i + k] for i in range(3)] for k in range(1, 6)]
+            assert [stream.take() for stream in streams] == [None] * 3
+
+    play(scene)
+
+
+def test_those_who_take_hear_of_aborts_and_of_the_engines_end(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as client:
+            await until(lambda: is_ready(client))
+            aborted, left = await client.submit([request("a", [1], 400), request("b", [1], 400)])
+            calls: list[str] = []
+            aborted.on_ready(lambda: calls.append("a"))
+            left.on_ready(lambda: calls.append("b"))
+            aborted.abort()
+            assert calls == ["a"]
+            output = aborted.take()
+            assert output is not None
+            assert output.outputs[0].finish_reason is FinishReason.ABORT
+            calls.clear()
+            client._process.kill()
+            await until(lambda: client._death is not None)
+            assert calls[-1] == "b"
+            with pytest.raises(EngineDeadError):
+                take_rest(left)
+
+    play(scene)
+
+
+def take_rest(stream: Any) -> None:
+    while stream.take() is not None:
+        pass

@@ -104,7 +104,7 @@ def test_prefix_caching(tiny_model: Path) -> None:
         ({"speculative_config": {"method": "ngram"}}, "no speculative decoding"),
         ({"enable_chunked_prefill": False}, "computed in chunks"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not offered"),
-        ({"runner": "pooling"}, "runner='pooling' is not offered"),
+        ({"runner": "draft"}, "runner='draft' is not offered"),
         ({"no_such_option": 1}, "no-such-option"),
         ({"chat_template": "{% if %}"}, "no valid chat template"),
         ({"dtype": "int3"}, "--dtype must be one of"),
