@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 _ONE_DEVICE = "octavo runs a model on one device"
 _LOCAL = "models are local files"
-_TEXT = "octavo generates text only"
+_TEXT = "octavo generates text and gives embeddings"
 _AS_IT_IS = "steps run as they are, nothing is compiled or captured"
 _NO_SPECULATION = "there is no speculative decoding"
 _NO_LORA = "LoRA adapters are not served"
