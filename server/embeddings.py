@@ -66,6 +66,9 @@ class EmbeddingRequest(Wire):
     cache_salt: str | None = Field(
         None, description="Cached blocks are shared only within one salt."
     )
+    priority: Int64 | None = Field(
+        None, description="Lower first; needs --scheduling-policy priority."
+    )
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class EmbeddingJob:
     pooling: PoolingParams
     is_base64: bool
     arrival_time: float
+    priority: int
     truncation: Truncation
     cache_salt: str | None
 
@@ -106,6 +110,7 @@ def embedding_requests(job: EmbeddingJob) -> list[GenerationRequest]:
             prompt,
             SamplingParams(max_tokens=0),
             job.arrival_time,
+            priority=job.priority,
             cache_salt=job.cache_salt,
             max_prompt_tokens=job.truncation.max_tokens,
             keeps_prompt_start=job.truncation.keeps_start,

@@ -93,8 +93,8 @@ def test_beams_continue_each_other_as_recorded(
         build(search, *args)
         built.append(search)
 
-    def noted_advance(search: BeamSearch, beams: Any) -> Any:
-        following = advance(search, beams)
+    def noted_advance(search: BeamSearch, *args: Any) -> Any:
+        following = advance(search, *args)
         chosen.setdefault(id(search), []).append(tuple(c.parent for c in following))
         return following
 

@@ -182,11 +182,17 @@ async def test_no_more_than_2048_inputs(client: httpx.AsyncClient, engine: FakeE
     assert len(answer["data"]) == len(engine.requests) == 2048
 
 
-@pytest.mark.parametrize("name", ["tools", "priority", "prompt_embeds"])
+@pytest.mark.parametrize("name", ["tools", "prompt_embeds"])
 async def test_what_no_route_offers(client: httpx.AsyncClient, name: str) -> None:
     assert name in NOT_SUPPORTED
     answer = await client.post(E, json={"input": "a", name: 7})
     assert answer.json()["error"]["code"] == "unsupported_parameter"
+
+
+async def test_priorities(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await post(client, input="a", priority=3)
+    await client.post(E, json={"input": "a", "priority": 3}, headers={"X-Vllm-Priority": "-1"})
+    assert [request.priority for request in engine.requests] == [3, -1]
 
 
 async def test_behind_a_key(guarded: httpx.AsyncClient) -> None:
