@@ -10,6 +10,7 @@ from typing import Any, cast
 import kubernetes_validate
 import pytest
 import yaml
+from fastapi.routing import APIRoute
 
 from octavo.engine.config import EngineConfig, ServerConfig
 from octavo.server.cli import resolve
@@ -63,7 +64,9 @@ class Overlay:
         name = self.mounts["/etc/octavo"]["configMap"]["name"]
         path = folder / "options.yaml"
         path.write_text(self.data("ConfigMap")[name]["data"]["options.yaml"])
-        args = [arg.replace("/etc/octavo/options.yaml", str(path)) for arg in self.container["args"]]
+        args = [
+            arg.replace("/etc/octavo/options.yaml", str(path)) for arg in self.container["args"]
+        ]
         return resolve(args)
 
 
@@ -75,11 +78,8 @@ def overlay(request: pytest.FixtureRequest, rendered: Callable[[str], list[Docum
 @pytest.fixture(scope="module")
 def gets() -> set[str]:
     """Paths of the operators' GET routes."""
-    return {
-        route.path
-        for route in ops_router(cast(Context, None)).routes
-        if "GET" in getattr(route, "methods", ())
-    }  # type: ignore[attr-defined]
+    routes = [r for r in ops_router(cast(Context, None)).routes if isinstance(r, APIRoute)]
+    return {route.path for route in routes if "GET" in (route.methods or ())}
 
 
 def test_there_is_a_test_for_every_overlay(deploy: Path) -> None:
@@ -282,7 +282,9 @@ def test_the_pod_is_restricted(overlay: Overlay) -> None:
 
 def test_every_folder_that_is_written_to_is_an_empty_volume(overlay: Overlay, deploy: Path) -> None:
     """The image's environment and the pod's name them; sockets and temporary files are in /tmp."""
-    of_image = dict(re.findall(r"^\s+(?:ENV )?(\w+)=(/\S+?)(?: \\)?$", _last_stage(deploy), re.MULTILINE))
+    of_image = dict(
+        re.findall(r"^\s+(?:ENV )?(\w+)=(/\S+?)(?: \\)?$", _last_stage(deploy), re.MULTILINE)
+    )
     of_pod = {entry["name"]: entry.get("value", "") for entry in overlay.container["env"]}
     merged = {"TMPDIR": "/tmp", **of_image, **of_pod}
     assert {"HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"} <= set(merged)

@@ -96,7 +96,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _talk(url: str, number: int) -> None:
     """Prompts that are found in the cache, and others that push cached blocks out of it."""
-    for prompt in ("the same words again and again, longer than a block", f"{number}: " + 200 * "x"):
+    for prompt in (
+        "the same words again and again, longer than a block",
+        f"{number}: " + 200 * "x",
+    ):
         answer = httpx.post(
             f"{url}/v1/completions",
             json={"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "n": 2},

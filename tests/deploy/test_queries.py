@@ -13,7 +13,9 @@ Unknown = Callable[[str], list[str]]
 
 
 def test_the_check_itself_finds_names_and_labels(unknown_of: Unknown) -> None:
-    good = 'sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{le="x{"}[5m])) / 1e3 and up == 1'
+    good = (
+        'sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{le="x{"}[5m])) / 1e3 and up == 1'
+    )
     assert unknown_of(good) == []
     assert unknown_of("rate(vllm:nothing_total[5m])") == ["vllm:nothing_total"]
     assert unknown_of("vllm:time_to_first_token_seconds") == ["vllm:time_to_first_token_seconds"]
@@ -47,7 +49,9 @@ def test_dashboards_are_well_formed(dashboards: dict[str, dict[str, Any]]) -> No
     for dashboard in dashboards.values():
         panels = dashboard["panels"]
         assert len({panel["id"] for panel in panels}) == len(panels)
-        assert [panel["title"] for panel in panels if panel["type"] != "row" and not _reads(panel)] == []
+        assert [
+            panel["title"] for panel in panels if panel["type"] != "row" and not _reads(panel)
+        ] == []
         cells = [cell for panel in panels for cell in _cells(panel["gridPos"])]
         assert len(set(cells)) == len(cells), "panels lie on each other"
         assert max(x for x, _ in cells) < 24
@@ -58,7 +62,9 @@ def _reads(panel: dict[str, Any]) -> bool:
     source = {"type": "prometheus", "uid": "${datasource}"}
     targets = panel["targets"]
     return bool(
-        targets and panel["description"] and all(target["datasource"] == source for target in targets)
+        targets
+        and panel["description"]
+        and all(target["datasource"] == source for target in targets)
     )
 
 
