@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-NAME = re.compile(r"\b((?:vllm|octavo):[a-z0-9_]*[a-z0-9])\b")
+NAME = re.compile(r"\b((?:vllm|octavo):[a-z][a-z0-9_]*[a-z0-9])\b")
 READERS = (".md", ".yaml", ".yml", ".json", ".py")
 """Kinds of files that may name metrics. The server's own sources are where they are defined."""
 
