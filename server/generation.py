@@ -11,7 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,7 +30,7 @@ from .context import Context
 from .errors import GenerationFailedError, NothingToDrawError, describe, json_response
 from .prompts import AS_IT_IS, Truncation
 from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
-from .sent_names import LENGTH, named_as_sent
+from .sent_names import SentNames, named_as_sent
 from .streaming import LiveEventStream, until_disconnect
 from .wire import DONE, Choice, Usage, Wire, error_event
 
@@ -50,7 +50,7 @@ class Job:
     repeats_usage: bool = False
     report: Report = NOTHING
     truncation: Truncation = AS_IT_IS
-    length_param: str = LENGTH  # the name under which the client sent it
+    sent_names: SentNames = field(default_factory=dict)
 
     @property
     def is_ranked(self) -> bool:
@@ -70,7 +70,7 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
         raise InvalidRequestError(
             f"stream must be false with {name}: the best is known only at the end.", param="stream"
         )
-    with named_as_sent(job.length_param):
+    with named_as_sent(job.sent_names):
         streams = await context.engine.submit(engine_requests(job))
     if job.is_streamed:
         events = _Events(streams, job, wire)
