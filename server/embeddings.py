@@ -66,6 +66,9 @@ class EmbeddingRequest(Wire):
     cache_salt: str | None = Field(
         None, description="Cached blocks are shared only within one salt."
     )
+    priority: Int64 | None = Field(
+        None, description="Lower runs first; needs --scheduling-policy priority."
+    )
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class EmbeddingJob:
     arrival_time: float
     truncation: Truncation
     cache_salt: str | None
+    priority: int
 
 
 def pooling_params(body: EmbeddingRequest) -> PoolingParams:
@@ -106,6 +110,7 @@ def embedding_requests(job: EmbeddingJob) -> list[GenerationRequest]:
             prompt,
             SamplingParams(max_tokens=0),
             job.arrival_time,
+            job.priority,
             cache_salt=job.cache_salt,
             max_prompt_tokens=job.truncation.max_tokens,
             keeps_prompt_start=job.truncation.keeps_start,

@@ -22,6 +22,7 @@ from .embeddings import (
 )
 from .fields import check_lengths, check_supported
 from .prompts import Truncation, parse_prompts
+from .request_headers import priority
 from .request_ids import request_id
 from .schemas import body_schema, parse
 from .streaming import until_disconnect
@@ -46,7 +47,7 @@ def embeddings_router(context: Context) -> APIRouter:
         arrival_time = time.monotonic()
         context.check_accepting()
         raw = await read_json(request)
-        job = _understood(context, raw, request_id(request), arrival_time)
+        job = _understood(context, request, raw, arrival_time)
         streams = await context.engine.submit(embedding_requests(job))
         try:
             return await until_disconnect(request.receive, embedding_answer(streams, job))
@@ -58,7 +59,7 @@ def embeddings_router(context: Context) -> APIRouter:
 
 
 def _understood(
-    context: Context, raw: Mapping[str, Any], name: str, arrival_time: float
+    context: Context, request: Request, raw: Mapping[str, Any], arrival_time: float
 ) -> EmbeddingJob:
     check_lengths(raw)
     check_supported(raw, _NEUTRAL)
@@ -72,7 +73,7 @@ def _understood(
         most=MAX_INPUTS,
     )
     return EmbeddingJob(
-        name=name,
+        name=request_id(request),
         model_name=context.model_name,
         prompts=prompts,
         pooling=pooling_params(body),
@@ -80,4 +81,5 @@ def _understood(
         arrival_time=arrival_time,
         truncation=Truncation(body.truncate_prompt_tokens, body.truncation_side == "right"),
         cache_salt=body.cache_salt,
+        priority=priority(request, body.priority),
     )

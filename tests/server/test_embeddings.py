@@ -182,7 +182,7 @@ async def test_no_more_than_2048_inputs(client: httpx.AsyncClient, engine: FakeE
     assert len(answer["data"]) == len(engine.requests) == 2048
 
 
-@pytest.mark.parametrize("name", ["tools", "priority", "prompt_embeds"])
+@pytest.mark.parametrize("name", ["tools", "prompt_embeds"])
 async def test_what_no_route_offers(client: httpx.AsyncClient, name: str) -> None:
     assert name in NOT_SUPPORTED
     answer = await client.post(E, json={"input": "a", name: 7})
