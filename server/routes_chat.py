@@ -53,7 +53,7 @@ def chat_router(context: Context) -> APIRouter:
             priority=priority(request, body.priority),
             repeats_usage=body.repeats_usage,
             report=report,
-            truncation=truncation(body),
+            truncation=truncation(body.truncate_prompt_tokens, body.truncation_side),
             sent_names=names,
         )
         wire = ChatWire(
