@@ -31,6 +31,7 @@ MAX_BAD_WORDS = 128
 """Also of the ways in which a request's bad words can be written as tokens."""
 MAX_BAD_WORD_CHARS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_CACHE_SALT_CHARS = 128
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token."""
 
@@ -377,9 +378,7 @@ class GenerationRequest:
     priority: int = 0  # lower runs first, where the policy looks at it
     cache_salt: str | None = None  # requests share prefix blocks only within one salt
     resume: tuple[ResumedSequence, ...] = ()  # one per child; empty for a fresh request
-    max_prompt_tokens: int | None = (
-        None  # a longer prompt is cut; -1: to what leaves room for output
-    )
+    max_prompt_tokens: int | None = None  # a longer one is cut; -1: to what leaves room for output
     keeps_prompt_start: bool = False  # of a cut prompt, rather than its end
     echo: bool = False  # the prompt's text is wanted too: outputs have it, and its text offsets
     aligns_tokens: bool = False  # token ids come with their text, as they do with log-probabilities

@@ -72,9 +72,7 @@ class ScheduledRow(NamedTuple):
     block_tables: tuple[Sequence[int], ...]  # per KV group; covers start + num_tokens tokens
     first_changed_block: int  # table entries below this index equal those of the row's last plan
     num_unwritten: int = 0  # leading tokens whose KV lies in a shared block already: slot -1
-    appended_token_ids: Sequence[
-        int
-    ] = ()  # chosen by the scheduler, not by the last sample (beams)
+    appended_token_ids: Sequence[int] = ()  # chosen by the scheduler, not the last sample (beams)
     num_candidates: int = 0  # beams: this many most likely next tokens; none is drawn or appended
     first_scored: int = 0  # position of the first prompt token whose log-probability is reported,
     num_scored: int = 0  # and their number; the token before each is in this row

@@ -59,13 +59,16 @@ class CumulativeHistogram(Collector):
         yield family
 
 
-class TallyHistogram(CumulativeHistogram):
-    """Counts observations itself, for one thread, without a lock and a search through all bounds."""
+class TallyHistogram(Collector):
+    """Counts observations itself, for one thread, without a lock and a search through all bounds.
+
+    Args: as of :class:`CumulativeHistogram`.
+    """
 
     def __init__(
         self, name: str, text: str, labels: Mapping[str, str], bounds: Sequence[float]
     ) -> None:
-        super().__init__(name, text, labels, bounds)
+        self._shown = CumulativeHistogram(name, text, labels, bounds)
         self._upper = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
@@ -76,5 +79,5 @@ class TallyHistogram(CumulativeHistogram):
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """See :class:`prometheus_client.registry.Collector`."""
-        self.update(HistogramCounts(tuple(self._counts), self._total))
-        return super().collect()
+        self._shown.update(HistogramCounts(tuple(self._counts), self._total))
+        return self._shown.collect()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -31,6 +30,7 @@ from ..engine.api import (
 from ..engine.errors import EngineNotReadyError, InvalidRequestError
 from .errors import GenerationFailedError
 from .prompts import Truncation
+from .request_ids import engine_request_ids
 from .schemas import Int64, Wire
 from .wire import Usage
 
@@ -67,7 +67,7 @@ class EmbeddingRequest(Wire):
         None, description="Cached blocks are shared only within one salt."
     )
     priority: Int64 | None = Field(
-        None, description="Lower first; needs --scheduling-policy priority."
+        None, description="Lower runs first; needs --scheduling-policy priority."
     )
 
 
@@ -81,9 +81,9 @@ class EmbeddingJob:
     pooling: PoolingParams
     is_base64: bool
     arrival_time: float
-    priority: int
     truncation: Truncation
     cache_salt: str | None
+    priority: int
 
 
 def pooling_params(body: EmbeddingRequest) -> PoolingParams:
@@ -102,21 +102,21 @@ def pooling_params(body: EmbeddingRequest) -> PoolingParams:
 
 
 def embedding_requests(job: EmbeddingJob) -> list[GenerationRequest]:
-    """One per input. Ids are unique even if two clients chose the same."""
-    unique = f"{job.name}-{uuid.uuid4().hex[:8]}"
+    """One per input."""
+    ids = engine_request_ids(job.name, len(job.prompts))
     return [
         GenerationRequest(
-            f"{unique}-{i}",
+            request_id,
             prompt,
             SamplingParams(max_tokens=0),
             job.arrival_time,
-            priority=job.priority,
+            job.priority,
             cache_salt=job.cache_salt,
             max_prompt_tokens=job.truncation.max_tokens,
             keeps_prompt_start=job.truncation.keeps_start,
             pooling=job.pooling,
         )
-        for i, prompt in enumerate(job.prompts)
+        for request_id, prompt in zip(ids, job.prompts, strict=True)
     ]
 
 

@@ -8,10 +8,9 @@ Where the choices are ranked (beams, ``best_of``) none is known before the end, 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,7 +29,8 @@ from .context import Context
 from .errors import GenerationFailedError, NothingToDrawError, describe, json_response
 from .prompts import AS_IT_IS, Truncation
 from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
-from .sent_names import LENGTH, named_as_sent
+from .request_ids import engine_request_ids
+from .sent_names import SentNames, named_as_sent
 from .streaming import LiveEventStream, until_disconnect
 from .wire import DONE, Choice, Usage, Wire, error_event
 
@@ -50,7 +50,7 @@ class Job:
     repeats_usage: bool = False
     report: Report = NOTHING
     truncation: Truncation = AS_IT_IS
-    length_param: str = LENGTH  # the name under which the client sent it
+    sent_names: SentNames = field(default_factory=dict)
 
     @property
     def is_ranked(self) -> bool:
@@ -70,7 +70,7 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
         raise InvalidRequestError(
             f"stream must be false with {name}: the best is known only at the end.", param="stream"
         )
-    with named_as_sent(job.length_param):
+    with named_as_sent(job.sent_names):
         streams = await context.engine.submit(engine_requests(job))
     if job.is_streamed:
         events = _Events(streams, job, wire)
@@ -85,11 +85,11 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
 
 
 def engine_requests(job: Job) -> list[GenerationRequest]:
-    """One per prompt. Ids are unique even if two clients chose the same."""
-    unique = f"{job.name}-{uuid.uuid4().hex[:8]}"
+    """One per prompt."""
+    ids = engine_request_ids(job.name, len(job.prompts))
     return [
         GenerationRequest(
-            f"{unique}-{i}",
+            request_id,
             prompt,
             job.sampling,
             job.arrival_time,
@@ -100,7 +100,7 @@ def engine_requests(job: Job) -> list[GenerationRequest]:
             echo=job.report.has_echo,
             aligns_tokens=job.report.has_token_ids,
         )
-        for i, prompt in enumerate(job.prompts)
+        for request_id, prompt in zip(ids, job.prompts, strict=True)
     ]
 
 
@@ -186,7 +186,7 @@ class _Events:
 
 
 def _chunk(wire: Wire, index: int, one: CompletionOutput, output: RequestOutput) -> bytes:
-    tokens = _tokens(wire.report, one, output) if wire.report.tells_tokens else None
+    tokens = _tokens(wire.report, one, output)
     if one.finish_reason is None:
         return wire.delta(index, one.text, tokens) if one.text or tokens else b""
     _check_failure(one, output.error)
@@ -194,6 +194,8 @@ def _chunk(wire: Wire, index: int, one: CompletionOutput, output: RequestOutput)
 
 
 def _tokens(report: Report, one: CompletionOutput, output: RequestOutput) -> Tokens | None:
+    if not report.tells_tokens:
+        return None
     return output_tokens(one, len(output.prompt or "") if report.has_echo else 0)
 
 
@@ -216,7 +218,7 @@ async def _collect(streams: Sequence[RequestStream], job: Job, wire: Wire) -> di
                 _check_failure(one, output.error)
                 choice = choices[index * n + one.index]
                 choice.text.append(one.text)
-                if job.report.tells_tokens and (tokens := _tokens(job.report, one, output)):
+                if tokens := _tokens(job.report, one, output):
                     choice.tokens.extend(tokens)
                 choice.finish_reason = one.finish_reason
                 choice.stop_reason = one.stop_reason

@@ -14,6 +14,7 @@ from ..engine.api import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_STOP_STRING_CHARS,
@@ -95,7 +96,7 @@ RANGES: dict[str, dict[str, Any]] = {
         "maxItems": MAX_BAD_WORDS,
         "items": {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_CHARS},
     },
-    "cache_salt": {"minLength": 1, "maxLength": 128, "pattern": r"^[^@/\\\x00]*$"},
+    "cache_salt": {"minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS, "pattern": r"^[^@/\\\x00]*$"},
     "logit_bias": {
         "maxProperties": MAX_LOGIT_BIAS,
         "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..engine.api import Prompt, TextPrompt, TokensPrompt
 from ..engine.errors import InvalidRequestError
-from .schemas import GenerationFields
 
 MAX_PROMPTS = 1024
 
@@ -21,9 +20,9 @@ class Truncation(NamedTuple):
 AS_IT_IS = Truncation()
 
 
-def truncation(body: GenerationFields) -> Truncation:
+def truncation(max_tokens: int | None, side: str | None) -> Truncation:
     """What a request says of long prompts; without a side their end is kept."""
-    return Truncation(body.truncate_prompt_tokens, body.truncation_side == "right")
+    return Truncation(max_tokens, side == "right")
 
 
 def parse_prompts(

@@ -35,7 +35,8 @@ class Outbox:
     def _send(self) -> None:
         items, self._items = self._items, []
         for transport, data in items:
-            transport.write(data)
+            if not transport.is_closing():  # uvloop raises there, and what follows would be lost
+                transport.write(data)
 
 
 _outboxes: WeakKeyDictionary[ServerState, Outbox] = WeakKeyDictionary()

@@ -22,7 +22,7 @@ async def rendered(context: Context, job: Job) -> list[dict[str, Any]]:
     Raises:
         RequestError, EngineNotReadyError, EngineDeadError: as if it were to be computed.
     """
-    with named_as_sent(job.length_param):
+    with named_as_sent(job.sent_names):
         requests = await context.engine.render(engine_requests(job))
     return [_shape(context, job, request) for request in requests]
 

@@ -82,20 +82,37 @@ def chat_report(body: ChatCompletionRequest, max_logprobs: int) -> Report:
         InvalidRequestError: fields exclude each other, or too many alternatives; ``param`` names one.
     """
     _check_stream(body)
-    num_top = body.top_logprobs or 0
-    if num_top and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
-    if max_logprobs != -1 and not 0 <= num_top <= max_logprobs:
-        raise InvalidRequestError(
-            f"top_logprobs must be 0 to {max_logprobs}, got {num_top}.", param="top_logprobs"
-        )
     return Report(
-        num_top if body.logprobs else None,
+        num_alternatives(body.top_logprobs, max_logprobs, bool(body.logprobs), "logprobs=true"),
         body.prompt_logprobs,
         has_token_ids=bool(body.return_token_ids),
         names_ids=bool(body.return_tokens_as_token_ids),
         named=_named(body),
     )
+
+
+def num_alternatives(
+    top_logprobs: int | None, max_logprobs: int, is_wanted: bool, switch: str
+) -> int | None:
+    """Alternatives of each token; ``None`` if log-probabilities are not wanted.
+
+    Args:
+        top_logprobs: The field.
+        max_logprobs: Alternatives that may be asked for; -1: any number.
+        is_wanted: Whether there are to be log-probabilities.
+        switch: What asks for them, as clients write it.
+
+    Raises:
+        InvalidRequestError: too many, or no log-probabilities to have them with.
+    """
+    count = top_logprobs or 0
+    if count and not is_wanted:
+        raise InvalidRequestError(f"top_logprobs needs {switch}.", param="top_logprobs")
+    if max_logprobs != -1 and not 0 <= count <= max_logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs must be 0 to {max_logprobs}, got {count}.", param="top_logprobs"
+        )
+    return count if is_wanted else None
 
 
 def _named(body: CompletionRequest | ChatCompletionRequest) -> tuple[int, ...]:
@@ -126,7 +143,8 @@ class Tokens:
         self.ids += other.ids
         self.offsets += other.offsets
         if other.entries is not None:
-            self.entries = (self.entries or []) + other.entries
+            self.entries = [] if self.entries is None else self.entries
+            self.entries += other.entries
 
 
 def output_tokens(output: CompletionOutput, base: int) -> Tokens | None:

@@ -1,4 +1,4 @@
-"""The name of a request: the client's ``X-Request-Id`` made harmless, else a random one."""
+"""The name of a request: the client's ``X-Request-Id`` made harmless, else a random one; the engine's names for its parts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def request_id_of(scope: Scope) -> str:
         kept = _NOT_IN_IDS.sub(b"", given[:MAX_REQUEST_ID_CHARS]).decode("ascii")
         scope[_KEY] = known = kept or uuid.uuid4().hex
     return known
+
+
+def engine_request_ids(name: str, count: int) -> list[str]:
+    """Names for the engine's requests, unique even if two clients chose the same ``name``."""
+    unique = f"{name}-{uuid.uuid4().hex[:8]}"
+    return [f"{unique}-{i}" for i in range(count)]
 
 
 def request_id(request: Request) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -23,9 +21,9 @@ from .responses_state import ResponseState, Status, asked_fields, new_response_i
 from .responses_store import ResponseStore
 from .responses_truncation import fitted
 from .sampling import sampling_params
+from .sent_names import SentNames, named_as_sent
 
-_OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
-_MAX_TOKENS = re.compile(r"\bmax_tokens\b")
+_NAMES: SentNames = {"max_tokens": "max_output_tokens", "messages": "input"}
 _CONTINUABLE = (Status.COMPLETED, Status.INCOMPLETE)
 
 
@@ -44,7 +42,7 @@ class Asked:
         Raises:
             RequestError, EngineNotReadyError, EngineDeadError: it does not.
         """
-        with _own_names():
+        with named_as_sent(self.job.sent_names):
             (stream,) = await context.engine.submit(engine_requests(self.job))
         fields = asked_fields(
             self.body, self.job.sampling, context.model_name, is_stored=self.is_stored
@@ -75,7 +73,7 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
         _check_background(store, items)
     report = response_report(body, context.engine.info.max_logprobs)
     limited = body.model_copy(update={"max_completion_tokens": body.max_output_tokens})
-    with _own_names():
+    with named_as_sent(_NAMES):
         sampling = sampling_params(
             limited, context.engine.info.default_sampling, report, max_tokens=None
         )
@@ -90,6 +88,7 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
         cache_salt=body.cache_salt,
         priority=priority(request, body.priority),
         report=report,
+        sent_names=_NAMES,
     )
     return Asked(body, items, job, is_stored)
 
@@ -131,14 +130,3 @@ async def _prompt(context: Context, body: ResponsesRequest, items: Sequence[Item
     if body.truncation == "auto":
         items = await fitted(context.engine, items, prompt_of, body.max_output_tokens or 1)
     return prompt_of(items)
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """Errors that speak of the fields as this route calls them."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        param = _OWN_NAMES.get(error.param or "", error.param)
-        message = _MAX_TOKENS.sub("max_output_tokens", error.message)
-        raise type(error)(message, param=param, code=error.code) from None

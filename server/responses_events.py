@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from .responses_items import output_part
+from .responses_items import message, output_part
 from .responses_state import ResponseState, Status
 
 _encode = msgspec.json.Encoder().encode
@@ -44,13 +44,7 @@ class EventWriter:
     def begin(self) -> list[bytes]:
         """With the first token: the message is announced."""
         state = self._state
-        empty: dict[str, Any] = {
-            "id": state.item_id,
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
+        empty = message(state.item_id, "assistant", state.item_status, [])
         events = [self._whole("response.in_progress")] if state.is_background else []
         return [
             *events,

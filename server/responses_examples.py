@@ -23,7 +23,7 @@ MESSAGE: dict[str, Any] = {
     "type": "message",
     "status": "completed",
     "role": "assistant",
-    "content": [{"type": "output_text", "annotations": [], "logprobs": None, "text": "Paris."}],
+    "content": [{"type": "output_text", "annotations": [], "logprobs": [], "text": "Paris."}],
 }
 INPUT_ITEM: dict[str, Any] = {
     "id": "msg_03ab",

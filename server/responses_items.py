@@ -48,16 +48,23 @@ class Item:
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object."""
-        return {
-            "id": self.id,
-            "type": "message",
-            "status": self.status,
-            "role": self.role,
-            "content": [self._part(text) for text in self.parts],
-        }
+        return message(self.id, self.role, self.status, [self._part(text) for text in self.parts])
 
     def _part(self, text: str) -> dict[str, Any]:
         return output_part(text, []) if self.role == "assistant" else input_part(text)
+
+
+def message(
+    item_id: str, role: str, status: str, content: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """OpenAI's object for a message of these parts."""
+    return {
+        "id": item_id,
+        "type": "message",
+        "status": status,
+        "role": role,
+        "content": content,
+    }
 
 
 def input_part(text: str) -> dict[str, Any]:

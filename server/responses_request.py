@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from ..engine.errors import InvalidRequestError, NotSupportedError
 from .fields import check_lengths, check_supported, is_neutral
-from .reports import Report
+from .reports import Report, num_alternatives
 from .schemas import GenerationFields, Int64, StreamOptions, Wire, parse
 
 LOGPROBS = "message.output_text.logprobs"
@@ -253,14 +253,8 @@ def response_report(body: ResponsesRequest, max_logprobs: int) -> Report:
     Raises:
         InvalidRequestError: too many alternatives, or no log-probabilities to have them with.
     """
-    num_top = body.top_logprobs or 0
     is_wanted = LOGPROBS in (body.include or ())
-    if num_top and not is_wanted:
-        raise InvalidRequestError(
-            f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs"
-        )
-    if max_logprobs != -1 and not 0 <= num_top <= max_logprobs:
-        raise InvalidRequestError(
-            f"top_logprobs must be 0 to {max_logprobs}, got {num_top}.", param="top_logprobs"
-        )
-    return Report(num_top if is_wanted else None, names_ids=bool(body.return_tokens_as_token_ids))
+    num_top = num_alternatives(
+        body.top_logprobs, max_logprobs, is_wanted, f'include: ["{LOGPROBS}"]'
+    )
+    return Report(num_top, names_ids=bool(body.return_tokens_as_token_ids))

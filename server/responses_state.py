@@ -14,7 +14,7 @@ from typing import Any
 from ..engine.api import CompletionOutput, FinishReason, SamplingParams
 from .errors import Failure
 from .reports import Report, Tokens, chat_logprobs
-from .responses_items import Item, new_item_id, output_part
+from .responses_items import Item, message, new_item_id, output_part
 from .responses_request import ResponsesRequest
 from .wire import Usage
 
@@ -168,13 +168,7 @@ class ResponseState:
 
     def item(self) -> dict[str, Any]:
         """The message."""
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "status": self.item_status,
-            "role": "assistant",
-            "content": [self.part()],
-        }
+        return message(self.item_id, "assistant", self.item_status, [self.part()])
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object. While it is generated there is no output in it."""

@@ -21,7 +21,7 @@ from .request_headers import priority
 from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import ChatCompletionRequest, body_schema, parse
-from .sent_names import length_param
+from .sent_names import named_as_sent, sent_names
 from .wire import ChatWire, Wire
 
 
@@ -39,11 +39,13 @@ def chat_router(context: Context) -> APIRouter:
         context.unknown_fields.notice(raw, ChatCompletionRequest.model_fields)
         context.check_model(body.model)
         prompt, info = chat_prompt(body), context.engine.info
-        report = chat_report(body, info.max_logprobs)
+        report, names = chat_report(body, info.max_logprobs), sent_names(body)
+        with named_as_sent(names):
+            sampling = sampling_params(body, info.default_sampling, report, max_tokens=None)
         job = Job(
             name=request_id(request),
             prompts=[prompt],
-            sampling=sampling_params(body, info.default_sampling, report, max_tokens=None),
+            sampling=sampling,
             is_streamed=bool(body.stream),
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
@@ -51,8 +53,8 @@ def chat_router(context: Context) -> APIRouter:
             priority=priority(request, body.priority),
             repeats_usage=body.repeats_usage,
             report=report,
-            truncation=truncation(body),
-            length_param=length_param(body),
+            truncation=truncation(body.truncate_prompt_tokens, body.truncation_side),
+            sent_names=names,
         )
         wire = ChatWire(
             f"chatcmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report

@@ -21,7 +21,7 @@ from .request_headers import priority
 from .request_ids import request_id
 from .sampling import sampling_params
 from .schemas import CompletionRequest, body_schema, parse
-from .sent_names import length_param
+from .sent_names import named_as_sent, sent_names
 from .wire import CompletionWire, Wire
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -45,10 +45,13 @@ def completions_router(context: Context) -> APIRouter:
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
         defaults, report = context.engine.info.default_sampling, completion_report(body)
+        names = sent_names(body)
+        with named_as_sent(names):
+            sampling = sampling_params(body, defaults, report, max_tokens=DEFAULT_MAX_TOKENS)
         job = Job(
             name=request_id(request),
             prompts=prompts,
-            sampling=sampling_params(body, defaults, report, max_tokens=DEFAULT_MAX_TOKENS),
+            sampling=sampling,
             is_streamed=bool(body.stream),
             includes_usage=body.includes_usage,
             arrival_time=arrival_time,
@@ -56,8 +59,8 @@ def completions_router(context: Context) -> APIRouter:
             priority=priority(request, body.priority),
             repeats_usage=body.repeats_usage,
             report=report,
-            truncation=truncation(body),
-            length_param=length_param(body),
+            truncation=truncation(body.truncate_prompt_tokens, body.truncation_side),
+            sent_names=names,
         )
         wire = CompletionWire(
             f"cmpl-{job.name}", context.model_name, has_usage=body.includes_usage, report=report

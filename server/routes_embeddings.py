@@ -21,7 +21,7 @@ from .embeddings import (
     pooling_params,
 )
 from .fields import check_lengths, check_supported
-from .prompts import Truncation, parse_prompts
+from .prompts import parse_prompts, truncation
 from .request_headers import priority
 from .request_ids import request_id
 from .schemas import body_schema, parse
@@ -79,7 +79,7 @@ def _understood(
         pooling=pooling_params(body),
         is_base64=body.encoding_format == "base64",
         arrival_time=arrival_time,
-        priority=priority(request, body.priority),
-        truncation=Truncation(body.truncate_prompt_tokens, body.truncation_side == "right"),
+        truncation=truncation(body.truncate_prompt_tokens, body.truncation_side),
         cache_salt=body.cache_salt,
+        priority=priority(request, body.priority),
     )

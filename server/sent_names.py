@@ -1,28 +1,38 @@
-"""The name under which a client sent what has two names, for refusals that come from behind the routes."""
+"""The names under which a client sent what has others behind the routes, for refusals that come from there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ..engine.errors import InvalidRequestError
 from .schemas import GenerationFields
 
 LENGTH = "max_tokens"
+_LENGTH = re.compile(rf"\b{LENGTH}\b")
+
+SentNames = Mapping[str, str]
+"""By the engine's name of a field the client's, where it is another."""
 
 
-def length_param(body: GenerationFields) -> str:
-    """The field that limits the answer: ``max_completion_tokens`` where it is given."""
-    return LENGTH if body.max_completion_tokens is None else "max_completion_tokens"
+def sent_names(body: GenerationFields) -> SentNames:
+    """``max_completion_tokens`` limits the answer where it is given."""
+    return {} if body.max_completion_tokens is None else {LENGTH: "max_completion_tokens"}
 
 
 @contextmanager
-def named_as_sent(name: str) -> Iterator[None]:
-    """Let what is refused of ``max_tokens`` name the field that the client sent."""
+def named_as_sent(names: SentNames) -> Iterator[None]:
+    """Let refusals name the fields that the client sent.
+
+    Raises:
+        InvalidRequestError: what is refused inside, of the same type.
+    """
     try:
         yield
     except InvalidRequestError as error:
-        if error.param != LENGTH or name == LENGTH:
+        if not names:
             raise
-        message = error.message.replace(LENGTH, name)
-        raise InvalidRequestError(message, param=name, code=error.code) from None
+        param = names.get(error.param or "", error.param)
+        message = _LENGTH.sub(names.get(LENGTH, LENGTH), error.message)
+        raise type(error)(message, param=param, code=error.code) from None

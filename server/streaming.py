@@ -174,7 +174,7 @@ class EventStream(Response):
     """A ``text/event-stream`` answer.
 
     Args:
-        events: Encoded events; the generator is closed in any case.
+        events: Encoded events; the generator is closed in any case, if it was begun.
         close: Called once when the answer has ended for whatever reason.
         keep_alive_s: A comment is sent whenever nothing was for so long; 0 sends none.
     """

@@ -212,7 +212,8 @@ class CompletionWire(Wire):
         if prompt is not None and self.report.has_echo:
             text = prompt.text + text
             both = Tokens([*prompt.tokens.ids], None, [*prompt.tokens.offsets], prompt.tokens.first)
-            both.entries = prompt.tokens.entries and [*prompt.tokens.entries]
+            entries = prompt.tokens.entries
+            both.entries = None if entries is None else [*entries]
             both.extend(tokens)
             shape = self._shape(index, text, both, choice.finish_reason, choice.stop_reason)
         else:

@@ -89,7 +89,7 @@ class Admitter:
     def victims(self) -> list[Request]:
         """Running requests to preempt so that the head of the queue can begin, the last in order first.
 
-        None if it can begin without that, or not even with it. The queues are in order of priority.
+        Empty if it can begin without that, or not even with it. The queues are in order of priority.
         """
         head, running = self._table.waiting[0], self._table.running
         if not running or not _makes_way(running[-1].request, head) or self._has_no_way(head):

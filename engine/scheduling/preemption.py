@@ -73,7 +73,7 @@ class Preemption:
         self._rates = rates
 
     def preempt(self, request: Request, draft: StepDraft) -> None:
-        """Take all blocks of ``request``, and its rows out of the step; it waits again, first in line."""
+        """Take all blocks of ``request``, and its rows out of the step; it waits again."""
         draft.drop({sequence.seq_id for sequence in request.sequences})
         self._swap_out(request)
         self._table.suspend(request)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..api import (
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     ChatPrompt,
     EngineInfo,
     GenerationRequest,
@@ -29,7 +30,6 @@ from ..scheduling.request import NewRequest
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 
-MAX_CACHE_SALT_CHARS = 128
 _NOT_IN_SALTS = frozenset("@/\\\0")
 _NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0.0, seed=0, detokenize=False)
 
@@ -40,9 +40,7 @@ class Admitted(NamedTuple):
     new: NewRequest
     prompt: str | None  # the text, as given or rendered; None for token ids
     stop_strings_by_id: dict[int, str]  # stop strings that are one special token each
-    is_continuation: (
-        bool  # the output goes on in the prompt's text; an answer in a chat begins anew
-    )
+    is_continuation: bool  # the output goes on in the prompt's text; in a chat it begins anew
     echo: bool = False  # see GenerationRequest
     aligns_tokens: bool = False  # see GenerationRequest
 
@@ -356,14 +354,10 @@ def _check_salt(salt: str | None) -> None:
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
-    """Refuse, by name, parameters that the engine knows and does not serve.
+    """Refuse what the scheduler knows and this door does not check.
 
     Raises:
-        NotSupportedError: one is set to something other than its neutral value.
+        NotSupportedError: naming the field.
     """
-    asked = {
-        "resume": bool(request.resume),
-    }
-    for param, is_asked in asked.items():
-        if is_asked:
-            raise NotSupportedError(f"{param} is not supported by this server.", param=param)
+    if request.resume:
+        raise NotSupportedError("resume is not supported by this server.", param="resume")

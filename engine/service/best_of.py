@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ..api import CompletionOutput, SamplingParams
 from ..step import SampleLogprobs
+from .deltas import append_delta
 
 
 class BestOf:
@@ -29,16 +30,9 @@ class BestOf:
     def add(self, delta: CompletionOutput, logprobs: Sequence[SampleLogprobs]) -> None:
         """Append what a step gave one sequence; ``logprobs`` holds one entry per token of it."""
         kept = self._kept[delta.index]
-        kept.text += delta.text
-        kept.token_ids += delta.token_ids
+        append_delta(kept, delta)
         total = math.fsum(sample.logprob for sample in logprobs)
         kept.cumulative_logprob = (kept.cumulative_logprob or 0.0) + total
-        if delta.logprobs is not None:
-            kept.logprobs = (kept.logprobs or []) + delta.logprobs
-        if delta.text_offsets is not None:
-            kept.text_offsets = (kept.text_offsets or []) + delta.text_offsets
-        kept.num_cut_tokens = delta.num_cut_tokens
-        kept.finish_reason, kept.stop_reason = delta.finish_reason, delta.stop_reason
 
     def select(self) -> tuple[list[CompletionOutput], int]:
         """The ``n`` best, numbered from the best on, and the number of tokens in the others."""

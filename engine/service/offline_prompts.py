@@ -38,7 +38,11 @@ _KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or many as a list. A list of integers is one prompt."""
+    """One prompt or many as a list. A list of integers is one prompt.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -52,7 +56,8 @@ def engine_prompt(prompt: Any, *, add_special_tokens: bool = True) -> Prompt:
     """The engine's form of a prompt.
 
     Raises:
-        InvalidRequestError: it is none of :data:`PromptLike`, or has a part that octavo does not take.
+        InvalidRequestError: it is none of :data:`PromptLike`.
+        NotSupportedError: it has a part that octavo does not take.
     """
     if isinstance(prompt, str):
         return EngineTextPrompt(prompt, add_special_tokens)
@@ -83,7 +88,11 @@ def _from_ids(token_ids: Any) -> Prompt:
 
 
 def cache_salt(prompt: Any) -> str | None:
-    """What a prompt says of who may share its blocks."""
+    """What a prompt says of who may share its blocks.
+
+    Raises:
+        InvalidRequestError: it is no text.
+    """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not isinstance(salt, str):
         raise InvalidRequestError(f"cache_salt must be a text, got {salt!r}.", param="cache_salt")
@@ -91,7 +100,11 @@ def cache_salt(prompt: Any) -> str | None:
 
 
 def as_conversations(messages: Any) -> list[Any]:
-    """One conversation or many as a list."""
+    """One conversation or many as a list.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise _wrong(f"messages must be a list, got {type(messages).__name__}.", "messages")
     is_one = not messages or isinstance(messages[0], Mapping)

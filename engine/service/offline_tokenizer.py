@@ -79,6 +79,7 @@ class ScriptTokenizer:
         Raises:
             ConfigError: the model has no chat template.
             InvalidRequestError: the conversation does not fit it.
+            NotSupportedError: an argument of transformers' that is not offered is given.
         """
         if self._chat_template is None:
             raise ConfigError("This model has no chat template.")

@@ -14,6 +14,7 @@ from ..text.stop import StopMatcher
 from ..text.tokenizer import Tokenizer
 from .admission import Admitted
 from .best_of import BestOf
+from .deltas import append_delta
 from .token_text import TokenText, text_offsets
 
 
@@ -378,17 +379,9 @@ def merge_outputs(into: list[CompletionOutput], new: list[CompletionOutput]) -> 
         if earlier is None:
             into.append(output)
             continue
-        earlier.text += output.text
-        earlier.token_ids += output.token_ids
-        if output.logprobs:
-            earlier.logprobs = (earlier.logprobs or []) + output.logprobs
-        if output.text_offsets:
-            earlier.text_offsets = (earlier.text_offsets or []) + output.text_offsets
-        earlier.num_cut_tokens = output.num_cut_tokens
+        append_delta(earlier, output)
         if output.cumulative_logprob is not None:
             earlier.cumulative_logprob = output.cumulative_logprob
-        earlier.finish_reason = output.finish_reason
-        earlier.stop_reason = output.stop_reason
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

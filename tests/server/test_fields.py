@@ -63,8 +63,10 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 # --- priority ------------------------------------------------------------------------------------
 
+COMPUTING = {**BODIES, "/v1/responses": {"input": "AB"}, "/v1/embeddings": {"input": "AB"}}
 
-@pytest.mark.parametrize("route", ROUTES)
+
+@pytest.mark.parametrize("route", COMPUTING)
 @pytest.mark.parametrize(
     ("field", "header", "expected"),
     [(None, None, 0), (7, None, 7), (-3, None, -3), (7, "-2", -2), (None, " +4 ", 4), (7, "0", 0)],
@@ -78,7 +80,7 @@ async def test_priority_is_the_header_s_else_the_body_s(
     expected: int,
 ) -> None:
     headers = {} if header is None else {"X-Vllm-Priority": header}
-    body = {**BODIES[route], "priority": field}
+    body = {**COMPUTING[route], "priority": field}
     response = await client.post(route, json=body, headers=headers)
     assert response.status_code == 200, response.text
     assert engine.requests[0].priority == expected

@@ -244,6 +244,9 @@ async def test_what_a_turn_writes_leaves_in_order_before_what_is_scheduled_later
         def write(self, data: Any) -> None:
             seen.append((self.name, data))
 
+        def is_closing(self) -> bool:
+            return False
+
     seen: list[tuple[str, bytes]] = []
     outbox, first, second = Outbox(), Transport("first"), Transport("second")
     for data in (b"1", b"2"):

@@ -256,6 +256,7 @@ async def test_what_asks_for_nothing_is_accepted(
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"response_format": {"type": "text"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
+        ({"priority": "1"}, "priority"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": True}, "max_output_tokens"),
         ({"min_tokens": 5, "max_output_tokens": 2}, "min_tokens"),
