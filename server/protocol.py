@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with a limit on what comes before a request's body, and a short way out for streams.
 
-A client that sends several requests at once and goes away is missed by none of them.
+A client that sends several requests at once and goes away is missed by none of them, and one that speaks
+HTTP/1.0 gets no chunks, which it does not know.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._unanswered.append(self.cycle)
         if len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # else nobody sees that the client goes away
-        if self.scope["method"] != "HEAD":
+        if self.parser.get_http_version() == "1.0":
+            _send_unchunked(self.cycle)
+        elif self.scope["method"] != "HEAD":
             outbox = _outboxes.setdefault(self.server_state, Outbox())
             cast(dict[str, Any], self.scope)[BODY_WRITER] = BodyWriter(self.cycle, outbox)
 
@@ -115,3 +118,15 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         if not self._is_in_body and self._num_header_bytes > MAX_HEADER_BYTES:
             self.transport.write(_REFUSAL)
             self.transport.close()
+
+
+def _send_unchunked(cycle: RequestResponseCycle) -> None:
+    """Have the end of the connection end the body, unless the answer tells its length."""
+    send = cycle.send
+
+    async def unchunked(message: Any) -> None:
+        cycle.chunked_encoding = False
+        cycle.expected_content_length = len(message.get("body", b""))  # of this part
+        await send(message)
+
+    cycle.send = unchunked  # type: ignore[method-assign]

@@ -249,6 +249,25 @@ async def test_requests_sent_at_once_are_answered_in_order(url: str, num_request
     writer.close()
 
 
+async def test_http_1_0_gets_a_stream_without_chunks(url: str) -> None:
+    reader, writer = await raw(url, STREAMED, version="1.0")
+    async with asyncio.timeout(5):
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"}\n\ndata: [DONE]\n\n")
+    writer.close()
+
+
+async def test_http_1_0_gets_a_whole_answer_with_its_length(url: str) -> None:
+    reader, writer = await raw(url, {"prompt": "a"}, version="1.0")
+    async with asyncio.timeout(5):
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}\r\n".encode() in head
+    assert json.loads(body)["object"] == "text_completion"
+    writer.close()
+
+
 @pytest.mark.parametrize("is_paced", [False, True])
 async def test_a_slow_reader_costs_bounded_memory_and_no_other_stream(
     engine: FakeEngine, url: str, is_paced: bool
