@@ -92,7 +92,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._unanswered.append(self.cycle)
         if len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # else nobody sees that the client goes away
-        if self.parser.get_http_version() == "1.0":
+        if self.parser.get_http_version() != "1.1":
             _send_unchunked(self.cycle)
         elif self.scope["method"] != "HEAD":
             outbox = _outboxes.setdefault(self.server_state, Outbox())
