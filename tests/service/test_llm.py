@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,54 @@ def test_interrupt_ends_the_batch_and_leaves_the_engine_usable(llm: LLM) -> None
     assert llm.stats().num_used_blocks == 0
     (after,) = llm.generate("hello", GREEDY, use_tqdm=False)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_threads_take_turns_at_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = llm.generate("one", GREEDY, use_tqdm=False)
+    core, num_inside, most_inside = llm._core, 0, 0
+    step = core.step
+
+    def slow_step() -> Any:
+        nonlocal num_inside, most_inside
+        num_inside += 1
+        most_inside = max(most_inside, num_inside)
+        time.sleep(0.01)  # the other threads' turn, if they take one
+        try:
+            return step()
+        finally:
+            num_inside -= 1
+
+    def work(number: int) -> Any:
+        if number % 2:
+            return llm.embed("one", use_tqdm=False)[0].outputs.embedding
+        return llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    embedding = work(1)
+    monkeypatch.setattr(core, "step", slow_step)
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(work, range(4)))
+    assert answers == [alone.outputs[0].token_ids, embedding] * 2
+    assert most_inside == 1
+    assert not llm.kv_snapshot().sequences
+
+
+def test_closing_ends_what_other_threads_compute(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model))
+    has_begun = threading.Event()
+    core, step = llm._core, llm._core.step
+
+    def told_step() -> Any:
+        has_begun.set()
+        return step()
+
+    core.step = told_step  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        endless = SamplingParams(max_tokens=400, ignore_eos=True)
+        answer = threads.submit(llm.generate, ["a"] * 4, endless, use_tqdm=False)
+        assert has_begun.wait(20)
+        llm.close()
+        with pytest.raises(ConfigError, match="closed"):
+            answer.result(20)
 
 
 def test_nonfinite_logits_end_their_own_request_only(poisoned_model: Path) -> None:
