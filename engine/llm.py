@@ -496,8 +496,7 @@ class LLM:
             if not self._core.has_work:
                 return False
             with _interrupt_between_steps():
-                updates = self._core.step().updates
-            self._note(updates)
+                self._note(self._core.step().updates)
             return True
 
     def _note(self, updates: Sequence[SequenceUpdate]) -> None:
@@ -518,7 +517,7 @@ class LLM:
 
 @contextmanager
 def _interrupt_between_steps() -> Iterator[None]:
-    """Hold Ctrl-C back until the step is committed, so that the engine stays usable after it."""
+    """Hold Ctrl-C back until a step is committed and noted, so that the engine and others' requests go on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -160,6 +160,27 @@ def test_interrupt_ends_the_batch_and_leaves_the_engine_usable(llm: LLM) -> None
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
+def test_an_interrupted_step_is_not_lost_to_queued_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (alone,) = llm.generate("queued", GREEDY, use_tqdm=False)
+    llm.enqueue("queued", GREEDY)
+    step, num_steps = llm._core.step, 0
+
+    def interrupted_step() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm._core, "step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    (queued,) = llm.wait_for_completion(use_tqdm=False)
+    assert queued.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 def test_threads_take_turns_at_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,) = llm.generate("one", GREEDY, use_tqdm=False)
     core, num_inside, most_inside = llm._core, 0, 0
