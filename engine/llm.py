@@ -283,7 +283,7 @@ class LLM:
                 pooling=pooling,
             )
             for prompt, pooling in zip(
-                many, _for_each("pooling_params", given, len(many)), strict=True
+                many, _for_each("pooling_params", PoolingParams, given, len(many)), strict=True
             )
         ]
         outputs = self._run(self._submit(requests, self._admission), use_tqdm)
@@ -441,7 +441,7 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return _for_each("sampling_params", sampling_params, num_prompts)
+        return _for_each("sampling_params", SamplingParams, sampling_params, num_prompts)
 
     def _submit(
         self, requests: Sequence[GenerationRequest], admission: Admission
@@ -468,10 +468,11 @@ class LLM:
                     bar.update(len(ids) - len(left) - num_done)
                     num_done = len(ids) - len(left)
             results = [self._results.pop(request_id) for request_id in ids]
+            if bar is not None:
+                bar.update(len(ids) - num_done)
         finally:
             self._forget(ids)
             if bar is not None:
-                bar.update(len(ids) - num_done)
                 bar.close()
         for result in results:
             result.outputs.sort(key=lambda output: output.index)
@@ -531,13 +532,22 @@ def _interrupt_between_steps() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _for_each(param: str, given: Params | Sequence[Params], num_prompts: int) -> list[Params]:
+def _for_each(
+    param: str, kind: type[Params], given: Params | Sequence[Params], num_prompts: int
+) -> list[Params]:
     """One for all prompts, or one for each, as one for each."""
-    if not isinstance(given, Sequence):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
-        raise InvalidRequestError(f"{num_prompts} prompts and {len(given)} {param}.", param=param)
-    return list(given)
+    one_each = list(given) if isinstance(given, Sequence) else [given] * num_prompts
+    if len(one_each) != num_prompts:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts and {len(one_each)} {param}.", param=param
+        )
+    for one in one_each:
+        if not isinstance(one, kind):
+            raise InvalidRequestError(
+                f"{param} must be {kind.__name__}, one or a list of them; got {type(one).__name__}.",
+                param=param,
+            )
+    return one_each
 
 
 def _refuse_given(**given: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, FinishReason, SamplingParams
+from octavo import LLM, FinishReason, PoolingParams, SamplingParams
 from octavo.engine.errors import ConfigError, InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -50,6 +50,14 @@ def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
     with pytest.raises(InvalidRequestError, match="3 prompts and 2"):
         llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 2}, [GREEDY, None], 3, PoolingParams()])
+def test_parameters_of_another_kind_are_refused_by_name(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="pooling_params must be PoolingParams"):
+        llm.embed(["a", "b"], pooling_params=GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_a_small_pool_changes_no_output(llm: LLM, tiny_model: Path) -> None:
@@ -145,6 +153,19 @@ def test_default_parameters_are_the_models(llm: LLM) -> None:
 def test_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b", "c"], GREEDY)
     assert "3/3" in capsys.readouterr().err
+
+
+def test_progress_bar_of_a_failure_does_not_jump_to_its_end(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing_step() -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(llm._core, "step", failing_step)
+    with pytest.raises(RuntimeError, match="broken"):
+        llm.generate(["a", "b", "c"], GREEDY)
+    assert "0/3" in (shown := capsys.readouterr().err)
+    assert "3/3" not in shown
 
 
 def test_interrupt_ends_the_batch_and_leaves_the_engine_usable(llm: LLM) -> None:
