@@ -23,6 +23,7 @@ from .api import (
 from .build import build_core, find_checkpoint
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError, NotSupportedError
+from .scheduling.request import SequenceUpdate
 from .service.admission import Admission
 from .service.beam_params import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .service.embedding_output import EmbeddingRequestOutput, embedding_output
@@ -74,6 +75,8 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 class LLM:
     """A model, ready to generate.
 
+    Several threads may use it: they take turns at the engine, and a step computes the requests of all.
+
     Args:
         model: a Hugging Face folder or one GGUF file; ``None`` for the embedded model.
         options: any engine option of docs/configuration.md under its flag's name with underscores, as in
@@ -109,6 +112,9 @@ class LLM:
         self._results: dict[str, RequestOutput] = {}
         self._enqueued: list[RequestState] = []
         self._is_closed = False
+        self._turn = (
+            threading.RLock()
+        )  # of whoever touches the engine or what is noted of its requests
 
     def __getattr__(self, name: str) -> Any:
         reason = ABSENT.get(name)
@@ -277,7 +283,7 @@ class LLM:
                 pooling=pooling,
             )
             for prompt, pooling in zip(
-                many, _for_each("pooling_params", given, len(many)), strict=True
+                many, _for_each("pooling_params", PoolingParams, given, len(many)), strict=True
             )
         ]
         outputs = self._run(self._submit(requests, self._admission), use_tqdm)
@@ -303,7 +309,8 @@ class LLM:
         _refuse_given(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
         states = self._submit(requests, self._admission)
-        self._enqueued += states
+        with self._turn:
+            self._enqueued += states
         return [state.request_id for state in states]
 
     def wait_for_completion(
@@ -311,7 +318,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The outputs of all prompts that were queued, in the order in which they were."""
         self._check_open()
-        states, self._enqueued = self._enqueued, []
+        with self._turn:
+            states, self._enqueued = self._enqueued, []
         return self._run(states, use_tqdm)
 
     def get_tokenizer(self) -> ScriptTokenizer:
@@ -328,12 +336,15 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
-        return self._core.stats()
+        with self._turn:
+            self._check_open()
+            return self._core.stats()
 
     def kv_snapshot(self) -> KVSnapshot:
         """Every block of the KV memory and every sequence in it."""
-        self._check_open()
-        return self._core.kv_snapshot()
+        with self._turn:
+            self._check_open()
+            return self._core.kv_snapshot()
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -347,19 +358,21 @@ class LLM:
         Returns:
             True: it is always possible.
         """
-        self._check_open()
         if reset_running_requests:
             raise NotSupportedError(
                 "reset_running_requests is not supported: requests that run go on.",
                 param="reset_running_requests",
             )
-        self._core.reset_prefix_cache()
+        with self._turn:
+            self._check_open()
+            self._core.reset_prefix_cache()
         return True
 
     def close(self) -> None:
         """Give back the model's memory. May be called more than once."""
-        self._is_closed = True
-        vars(self).pop("_core", None)
+        with self._turn:
+            self._is_closed = True
+            vars(self).pop("_core", None)
 
     def __enter__(self) -> LLM:
         return self
@@ -428,16 +441,18 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return _for_each("sampling_params", sampling_params, num_prompts)
+        return _for_each("sampling_params", SamplingParams, sampling_params, num_prompts)
 
     def _submit(
         self, requests: Sequence[GenerationRequest], admission: Admission
     ) -> list[RequestState]:
         """Admit requests, all or none, and queue them."""
-        states = [RequestState(admission.admit(one), self._tokenizer) for one in requests]
-        for state in states:
-            self._core.add(state.admitted.new)
-            self._live[state.request_id] = state
+        with self._turn:
+            self._check_open()
+            states = [RequestState(admission.admit(one), self._tokenizer) for one in requests]
+            for state in states:
+                self._core.add(state.admitted.new)
+                self._live[state.request_id] = state
         return states
 
     def _run(
@@ -448,31 +463,44 @@ class LLM:
         ids = [state.request_id for state in states]
         num_done = 0
         try:
-            while (left := [i for i in ids if i in self._live]) and self._core.has_work:
-                self._step()
+            while (left := [i for i in ids if i in self._live]) and self._step():
                 if bar is not None and len(ids) - len(left) > num_done:
                     bar.update(len(ids) - len(left) - num_done)
                     num_done = len(ids) - len(left)
             results = [self._results.pop(request_id) for request_id in ids]
+            if bar is not None:
+                bar.update(len(ids) - num_done)
         finally:
             self._forget(ids)
             if bar is not None:
-                bar.update(len(ids) - num_done)
                 bar.close()
         for result in results:
             result.outputs.sort(key=lambda output: output.index)
         return results
 
     def _forget(self, request_ids: Sequence[str]) -> None:
-        self._core.abort(request_ids)
-        for request_id in request_ids:
-            self._live.pop(request_id, None)
-            self._results.pop(request_id, None)
+        with self._turn:
+            if not self._is_closed:
+                self._core.abort(request_ids)
+            for request_id in request_ids:
+                self._live.pop(request_id, None)
+                self._results.pop(request_id, None)
 
-    def _step(self) -> None:
-        """Compute one step, and put what it gave to the results."""
-        with _interrupt_between_steps():
-            updates = self._core.step().updates
+    def _step(self) -> bool:
+        """Compute one step, and put what it gave to the results.
+
+        Returns:
+            Whether there was anything to compute.
+        """
+        with self._turn:
+            self._check_open()
+            if not self._core.has_work:
+                return False
+            with _interrupt_between_steps():
+                self._note(self._core.step().updates)
+            return True
+
+    def _note(self, updates: Sequence[SequenceUpdate]) -> None:
         now = time.monotonic()
         for update in updates:
             state = self._live.get(update.request_id)
@@ -490,7 +518,7 @@ class LLM:
 
 @contextmanager
 def _interrupt_between_steps() -> Iterator[None]:
-    """Hold Ctrl-C back until the step is committed, so that the engine stays usable after it."""
+    """Hold Ctrl-C back until a step is committed and noted, so that the engine and others' requests go on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -504,13 +532,22 @@ def _interrupt_between_steps() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _for_each(param: str, given: Params | Sequence[Params], num_prompts: int) -> list[Params]:
+def _for_each(
+    param: str, kind: type[Params], given: Params | Sequence[Params], num_prompts: int
+) -> list[Params]:
     """One for all prompts, or one for each, as one for each."""
-    if not isinstance(given, Sequence):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
-        raise InvalidRequestError(f"{num_prompts} prompts and {len(given)} {param}.", param=param)
-    return list(given)
+    one_each = list(given) if isinstance(given, Sequence) else [given] * num_prompts
+    if len(one_each) != num_prompts:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts and {len(one_each)} {param}.", param=param
+        )
+    for one in one_each:
+        if not isinstance(one, kind):
+            raise InvalidRequestError(
+                f"{param} must be {kind.__name__}, one or a list of them; got {type(one).__name__}.",
+                param=param,
+            )
+    return one_each
 
 
 def _refuse_given(**given: Any) -> None:

@@ -1,4 +1,8 @@
-"""uvicorn's HTTP protocol with a limit on what comes before a request's body, and a short way out for streams."""
+"""uvicorn's HTTP protocol with a limit on what comes before a request's body, and a short way out for streams.
+
+A client that sends several requests at once and goes away is missed by none of them, and one that speaks
+HTTP/1.0 gets no chunks, which it does not know.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from uvicorn.server import ServerState
 from .streaming import BODY_WRITER
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_PIPELINED = 8
+"""With more requests waiting behind the one that is answered, a connection is not read."""
 
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -71,6 +77,10 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     _num_header_bytes = 0
     _is_in_body = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unanswered: list[RequestResponseCycle] = []  # in order of arrival
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_header_bytes = 0
@@ -79,7 +89,13 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_body = True
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":
+        self._unanswered = [one for one in self._unanswered if not one.response_complete]
+        self._unanswered.append(self.cycle)
+        if len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # else nobody sees that the client goes away
+        if self.parser.get_http_version() != "1.1":
+            _send_unchunked(self.cycle)
+        elif self.scope["method"] != "HEAD":
             outbox = _outboxes.setdefault(self.server_state, Outbox())
             cast(dict[str, Any], self.scope)[BODY_WRITER] = BodyWriter(self.cycle, outbox)
 
@@ -88,6 +104,14 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._is_in_body = False
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells it to the newest request only, which may still wait for the others' answers."""
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
     def data_received(self, data: bytes) -> None:
         if not self._is_in_body:
             self._num_header_bytes += len(data)
@@ -95,3 +119,15 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         if not self._is_in_body and self._num_header_bytes > MAX_HEADER_BYTES:
             self.transport.write(_REFUSAL)
             self.transport.close()
+
+
+def _send_unchunked(cycle: RequestResponseCycle) -> None:
+    """Have the end of the connection end the body, unless the answer tells its length."""
+    send = cycle.send
+
+    async def unchunked(message: Any) -> None:
+        cycle.chunked_encoding = False
+        cycle.expected_content_length = len(message.get("body", b""))  # of this part
+        await send(message)
+
+    cycle.send = unchunked  # type: ignore[method-assign]

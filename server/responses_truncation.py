@@ -34,10 +34,8 @@ async def fitted(
     async def fits(part: Sequence[Item]) -> bool:
         return len(await engine.tokenize(prompt_of(part))) <= room
 
-    if await fits(items):
-        return items
     head, starts = _turns(items)
-    if not starts:
+    if not starts or await fits(items):
         return items
     least, most = 0, len(starts) - 1  # of the starts; the last one is taken if none before it fits
     while least < most:

@@ -172,20 +172,22 @@ async def test_comments_fill_silence_only() -> None:
             assert times[i + 1] - times[i] >= 0.05
 
 
-async def raw(url: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw(
+    url: str, body: dict[str, Any], version: str = "1.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection over which a request has been sent; little of the answer fits in it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", urlsplit(url).port))
     reader, writer = await asyncio.open_connection(sock=connection)
-    send_request(writer, body)
+    send_request(writer, body, version)
     return reader, writer
 
 
-def send_request(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+def send_request(writer: asyncio.StreamWriter, body: dict[str, Any], version: str = "1.1") -> None:
     data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}X-Request-Id: r\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
 
 
@@ -207,6 +209,62 @@ async def test_a_connection_serves_one_stream_after_the_other(url: str) -> None:
     send_request(writer, STREAMED)
     second = await reader.readuntil(b"\r\n0\r\n\r\n")
     assert first.count(b"data: ") == second.count(b"data: ") == 4
+    writer.close()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_client_that_leaves_with_more_requests_waiting_ends_the_first(
+    engine: FakeEngine, url: str, is_streamed: bool
+) -> None:
+    engine.hold_at = 1  # one piece comes, then the engine computes for ever
+    reader, writer = await raw(url, STREAMED | {"stream": is_streamed})
+    send_request(writer, STREAMED)
+    async with asyncio.timeout(5):
+        if is_streamed:
+            await reader.readuntil(b"data: ")
+        while not engine.streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        writer.close()
+        while not engine.streams[0].is_aborted:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert len(engine.streams) == 1
+
+
+@pytest.mark.parametrize("num_requests", [2, 30])
+async def test_requests_sent_at_once_are_answered_in_order(url: str, num_requests: int) -> None:
+    reader, writer = await raw(url, STREAMED)
+    for number in range(1, num_requests):
+        send_request(writer, STREAMED | {"stream": number % 2 == 0})
+    async with asyncio.timeout(10):
+        for number in range(num_requests):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert (length is None) == (number % 2 == 0)
+            body = await (
+                reader.readuntil(b"\r\n0\r\n\r\n")
+                if length is None
+                else reader.readexactly(int(length[1]))
+            )
+            assert body.count(b"data: ") == (4 if length is None else 0)
+    writer.close()
+
+
+async def test_http_1_0_gets_a_stream_without_chunks(url: str) -> None:
+    reader, writer = await raw(url, STREAMED, version="1.0")
+    async with asyncio.timeout(5):
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"}\n\ndata: [DONE]\n\n")
+    writer.close()
+
+
+async def test_http_1_0_gets_a_whole_answer_with_its_length(url: str) -> None:
+    reader, writer = await raw(url, {"prompt": "a"}, version="1.0")
+    async with asyncio.timeout(5):
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}\r\n".encode() in head
+    assert json.loads(body)["object"] == "text_completion"
     writer.close()
 
 

@@ -324,3 +324,16 @@ async def test_nothing_is_dropped_that_fits_or_by_default(
     assert len(await messages(client, engine, input=LONG[:4], truncation="auto")) == 4
     assert len(await messages(client, engine, input=LONG)) == len(LONG)
     assert len(await messages(client, engine, input="x" * 100, truncation="auto")) == 1
+
+
+async def test_a_conversation_of_one_turn_is_not_tokenised_for_truncation(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it is: it stays whole, and the engine refuses it by its size alone."""
+
+    async def tokenize(prompt: Any) -> list[int]:
+        raise AssertionError(prompt)
+
+    monkeypatch.setattr(engine, "tokenize", tokenize)
+    one_turn = [{"role": "developer", "content": "D"}, {"role": "user", "content": "x" * 100}]
+    assert len(await messages(client, engine, input=one_turn, truncation="auto")) == 2

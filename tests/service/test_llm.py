@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo import LLM, FinishReason, SamplingParams
+from octavo import LLM, FinishReason, PoolingParams, SamplingParams
 from octavo.engine.errors import ConfigError, InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -48,6 +50,14 @@ def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
     with pytest.raises(InvalidRequestError, match="3 prompts and 2"):
         llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 2}, [GREEDY, None], 3, PoolingParams()])
+def test_parameters_of_another_kind_are_refused_by_name(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="pooling_params must be PoolingParams"):
+        llm.embed(["a", "b"], pooling_params=GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_a_small_pool_changes_no_output(llm: LLM, tiny_model: Path) -> None:
@@ -145,6 +155,19 @@ def test_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str
     assert "3/3" in capsys.readouterr().err
 
 
+def test_progress_bar_of_a_failure_does_not_jump_to_its_end(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing_step() -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(llm._core, "step", failing_step)
+    with pytest.raises(RuntimeError, match="broken"):
+        llm.generate(["a", "b", "c"], GREEDY)
+    assert "0/3" in (shown := capsys.readouterr().err)
+    assert "3/3" not in shown
+
+
 def test_interrupt_ends_the_batch_and_leaves_the_engine_usable(llm: LLM) -> None:
     (before,) = llm.generate("hello", GREEDY, use_tqdm=False)
     long = SamplingParams(max_tokens=500, ignore_eos=True)
@@ -156,6 +179,75 @@ def test_interrupt_ends_the_batch_and_leaves_the_engine_usable(llm: LLM) -> None
     assert llm.stats().num_used_blocks == 0
     (after,) = llm.generate("hello", GREEDY, use_tqdm=False)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_an_interrupted_step_is_not_lost_to_queued_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (alone,) = llm.generate("queued", GREEDY, use_tqdm=False)
+    llm.enqueue("queued", GREEDY)
+    step, num_steps = llm._core.step, 0
+
+    def interrupted_step() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm._core, "step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    (queued,) = llm.wait_for_completion(use_tqdm=False)
+    assert queued.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_threads_take_turns_at_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = llm.generate("one", GREEDY, use_tqdm=False)
+    core, num_inside, most_inside = llm._core, 0, 0
+    step = core.step
+
+    def slow_step() -> Any:
+        nonlocal num_inside, most_inside
+        num_inside += 1
+        most_inside = max(most_inside, num_inside)
+        time.sleep(0.01)  # the other threads' turn, if they take one
+        try:
+            return step()
+        finally:
+            num_inside -= 1
+
+    def work(number: int) -> Any:
+        if number % 2:
+            return llm.embed("one", use_tqdm=False)[0].outputs.embedding
+        return llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    embedding = work(1)
+    monkeypatch.setattr(core, "step", slow_step)
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(work, range(4)))
+    assert answers == [alone.outputs[0].token_ids, embedding] * 2
+    assert most_inside == 1
+    assert not llm.kv_snapshot().sequences
+
+
+def test_closing_ends_what_other_threads_compute(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model))
+    has_begun = threading.Event()
+    core, step = llm._core, llm._core.step
+
+    def told_step() -> Any:
+        has_begun.set()
+        return step()
+
+    core.step = told_step  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        endless = SamplingParams(max_tokens=400, ignore_eos=True)
+        answer = threads.submit(llm.generate, ["a"] * 4, endless, use_tqdm=False)
+        assert has_begun.wait(20)
+        llm.close()
+        with pytest.raises(ConfigError, match="closed"):
+            answer.result(20)
 
 
 def test_nonfinite_logits_end_their_own_request_only(poisoned_model: Path) -> None:
