@@ -127,6 +127,7 @@ def exposed() -> dict[str, set[str]]:
         block_size=16,
         num_blocks=1024,
         num_host_blocks=0,
+        kv_cache_bytes=1 << 20,
         enable_prefix_caching=True,
         dtype="float32",
     )
