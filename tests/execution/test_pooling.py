@@ -126,7 +126,7 @@ def test_a_step_of_embeddings_computes_no_logits(
     fake_model.logits = None  # whoever calls it fails
     driver = make_driver(model=fake_model)
     for params in (LAST, MEAN):
-        embed(driver, 0, PROMPT, params, [6, 5])
+        assert embed(driver, 0, PROMPT, params, [6, 5])
         driver.remove(0)
 
 
