@@ -17,7 +17,6 @@ import pytest
 from octavo.engine.api import (
     FinishReason,
     GenerationRequest,
-    PoolingParams,
     SamplingParams,
     TokensPrompt,
 )
@@ -455,33 +454,5 @@ def test_gauges_are_empty_while_there_is_no_engine(tiny_model: Path) -> None:
             assert (sink.last.num_running, sink.last.num_waiting) == (0, 1)
             assert sink.last.num_used_blocks == 0
             assert sink.num_generated == len(read.first)
-
-    play(scene)
-
-
-def test_the_next_engine_has_as_many_blocks_as_requests_were_admitted_for(tiny_model: Path) -> None:
-    async def scene() -> None:
-        async with running(tiny_model, num_gpu_blocks_override=None) as (client, _):
-            kill(client)
-            await until(lambda: not is_ready(client))
-            await until(lambda: is_ready(client))
-            assert client._config.cache.num_gpu_blocks_override == client.info.num_blocks
-
-    play(scene)
-
-
-def test_an_embedding_starts_over(tiny_model: Path) -> None:
-    async def scene() -> None:
-        async with running(tiny_model) as (client, _):
-            psutil.Process(client._life.process.pid).suspend()
-            pooling = PoolingParams(pooling_type="last")
-            one = GenerationRequest(
-                "e", TokensPrompt([1, 2]), SamplingParams(), time.monotonic(), pooling=pooling
-            )
-            admission = client._door()
-            state_before = admission.admit(one).new
-            (stream,) = await client.submit([one])
-            assert stream.state.resume() == state_before
-            stream.abort()
 
     play(scene)
