@@ -19,7 +19,6 @@ import zmq
 
 from ..api import (
     ChatPrompt,
-    CompletionOutput,
     Engine,
     EngineInfo,
     FinishReason,
@@ -28,7 +27,6 @@ from ..api import (
     LoadProgress,
     Prompt,
     RenderedRequest,
-    RequestOutput,
     TextPrompt,
 )
 from ..checkpoint.checkpoint import Checkpoint
@@ -42,12 +40,12 @@ from ..errors import (
     OctavoError,
     OverloadedError,
 )
-from ..scheduling.request import NewRequest
 from ..stats import EngineStats, StatsSink
 from ..text.chat_template import ChatTemplate, load_chat_template
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .admission import Admission, Admitted
 from .engine_life import EngineLife
+from .engine_stream import EngineStream
 from .frames import (
     Abort,
     Add,
@@ -63,7 +61,7 @@ from .frames import (
     decode_from_engine,
     to_wire,
 )
-from .output import RequestState, merge_outputs
+from .output import RequestState
 from .supervisor import Supervisor
 from .vital_signs import Signs
 
@@ -82,87 +80,6 @@ MAX_NEW_WHILE_AWAY = 1024
 SOUND_S = 600.0
 """An engine that was ready for so long and died with nothing to do was sound until then."""
 RESTARTING = "The engine is being started again."
-
-
-class EngineStream:
-    """The outputs of one request. See :class:`octavo.engine.api.RequestStream`."""
-
-    def __init__(self, client: EngineClient, state: RequestState) -> None:
-        self._client = client
-        self.state = state
-        self.engine_id: str | None = None  # by which the engine knows it now; None: it does not
-        self._num_handed = 0  # times that an engine was given it
-        self.callback: Callable[[], None] | None = None  # of the one who takes
-        self._pending: list[CompletionOutput] = []
-        self._pending_error: str | None = None  # why one of them failed
-        self._is_ended = False
-        self._death: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None  # of the one who reads
-
-    @property
-    def request_id(self) -> str:
-        return self.state.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.state.prompt_token_ids
-
-    def __aiter__(self) -> EngineStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while (output := self.take()) is None:
-            if self._is_ended:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return output
-
-    def take(self) -> RequestOutput | None:
-        """See :meth:`octavo.engine.api.RequestStream.take`."""
-        if not self._pending:
-            if self._death is not None:
-                raise self._death
-            return None
-        output = self.state.output(self._pending, self._pending_error)
-        self._pending, self._pending_error = [], None
-        self._is_ended = output.finished
-        return output
-
-    def on_ready(self, callback: Callable[[], None]) -> None:
-        """See :meth:`octavo.engine.api.RequestStream.on_ready`."""
-        self.callback = callback
-
-    def abort(self) -> None:
-        """See :meth:`octavo.engine.api.RequestStream.abort`."""
-        self._client.abort(self.request_id)
-
-    def hand(self, new: NewRequest) -> NewRequest:
-        """Note that the engine is given ``new``, under an id of its own: nothing told of an older one counts."""
-        suffix = f"~{self._num_handed}" if self._num_handed else ""
-        self._num_handed += 1
-        self.engine_id = new.request_id + suffix
-        return replace(new, request_id=self.engine_id) if suffix else new
-
-    def put(self, outputs: list[CompletionOutput], error: str | None) -> None:
-        """Keep deltas until they are taken. :meth:`wake` is the caller's to call."""
-        if self._pending:
-            merge_outputs(self._pending, outputs)
-        else:
-            self._pending = outputs
-        self._pending_error = error or self._pending_error
-
-    def fail(self, death: Exception) -> None:
-        self._death = death
-        self.wake()
-
-    def wake(self) -> None:
-        """Tell the reader that there is something to take."""
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():  # done: the reader was cancelled
-            waiter.set_result(None)
-        if self.callback is not None:
-            self.callback()
 
 
 class EngineClient(Engine):
@@ -295,7 +212,11 @@ class EngineClient(Engine):
             self._die(EngineDeadError(reason))
             return
         self._fail_questions(EngineNotReadyError(RESTARTING))
-        logger.error("%s Starting another in %.2g s.", reason, verdict.delay_s)
+        logger.error("%s; another is started in %.2g s", reason.rstrip("."), verdict.delay_s)
+        if self._supervisor.is_isolating:
+            logger.warning(
+                "requests run one at a time until it is clear which of them ends the engine"
+            )
         self._num_restarts += 1
         self._max_streams = len(self._streams) + MAX_NEW_WHILE_AWAY
         self._progress = LoadProgress("restarting", 0.0)
@@ -339,10 +260,16 @@ class EngineClient(Engine):
         """Nothing runs and no block is in use."""
         if self._stats is None:
             return
-        nothing = dict.fromkeys(("num_running", "num_used_blocks", "num_used_slots"), 0)
-        nothing |= dict.fromkeys(("num_cached_blocks", "num_shared_blocks", "num_saved_blocks"), 0)
         self._stats = replace(
-            self._stats, num_waiting=len(self._streams), num_used_host_blocks=0, **nothing
+            self._stats,
+            num_running=0,
+            num_waiting=len(self._streams),
+            num_used_blocks=0,
+            num_used_slots=0,
+            num_cached_blocks=0,
+            num_shared_blocks=0,
+            num_saved_blocks=0,
+            num_used_host_blocks=0,
         )
         if self._sink is not None:
             self._sink.record_stats(self._stats)
@@ -439,7 +366,9 @@ class EngineClient(Engine):
         has_to_wait = not self._is_up or self._supervisor.is_isolating
         if has_to_wait and len(self._streams) + len(ids) > self._max_streams:
             raise OverloadedError(f"{RESTARTING} Too many requests wait for it.", retry_after_s=2.0)
-        streams = [EngineStream(self, RequestState(one, admission.tokenizer)) for one in admitted]
+        streams = [
+            EngineStream(RequestState(one, admission.tokenizer), self.abort) for one in admitted
+        ]
         self._streams.update(zip(ids, streams, strict=True))
         if not has_to_wait:
             self._hand_over(streams)
@@ -610,6 +539,7 @@ class EngineClient(Engine):
             self._last_words = frame.message
             if frame.is_refusal:
                 self._die(EngineRefusedError(frame.message))
+            self._life.kill()  # it has said its last words
 
     def _deliver(self, step: Step) -> None:
         now = time.monotonic()

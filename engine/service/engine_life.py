@@ -116,9 +116,10 @@ class EngineLife:
             return
         self.drain()
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        reason = f"The engine process ended {how}."
         if self._stuck is not None:
-            how = f"for the front end killed it: it {self._stuck}"
-        self._on_end(self, f"The engine process ended {how}.")
+            reason = f"The engine process {self._stuck}, and was killed."
+        self._on_end(self, reason)
 
     async def _watch_signs(self, supervision: Supervision) -> None:
         least = min(supervision.heartbeat_timeout_s, supervision.step_timeout_s)

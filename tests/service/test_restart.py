@@ -359,8 +359,7 @@ def test_the_poisoned_request_alone_gets_an_error(tiny_model: Path) -> None:
 
 def test_a_poisoned_prompt_is_found_among_requests_that_gain_tokens(tiny_model: Path) -> None:
     async def scene() -> None:
-        options = {"max_num_batched_tokens": 64}
-        async with running(tiny_model, "poison,slow", **options) as (client, _):
+        async with running(tiny_model, "poison,slow") as (client, _):
             # Its prompt takes several steps, in which the others gain tokens.
             poison = request("poison", [POISON - 1] * 300, 60)
             reads = await submit(client, request("a", [1], 120), poison, request("b", [70], 120))

@@ -42,7 +42,6 @@ def test_after_a_second_death_in_vain_the_dying_step_runs_one_at_a_time() -> Non
     supervisor.died(["a", "b"])
     assert supervisor.choose(waiting, is_anyone_running=False) == waiting
     supervisor.died(["a", "b"])
-    assert supervisor.is_isolating
     assert supervisor.choose(waiting, is_anyone_running=False) == ("a",)
     assert supervisor.choose(["b", "waits"], is_anyone_running=True) == ()
     assert supervisor.gained(["a"]) == "a"  # which makes way
