@@ -15,9 +15,10 @@ import pytest
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 NUM_TOKENS = 32
+SUBJECTS = ("Water boils at", "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,")
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
 BODIES: list[dict[str, Any]] = [
-    *({"prompt": f"{i} is a number that", "temperature": 0} for i in range(4)),
+    *({"prompt": prompt, "temperature": 0} for prompt in SUBJECTS),
     *({"prompt": f"Once upon a time, {i} cats", "seed": i, **SEEDED} for i in range(4)),
 ]
 
