@@ -166,6 +166,7 @@ class EngineLife:
         except subprocess.TimeoutExpired:
             self.process.kill()
             await asyncio.to_thread(self.process.wait)
+        self._signs.close()
 
     def _release(self) -> None:
         if self._watching is not None:

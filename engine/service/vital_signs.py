@@ -114,6 +114,10 @@ class SignsReader:
         turn, is_busy, _, _ = _LOOP.unpack_from(self._page, _LOOP_AT)
         return beat, turn, bool(is_busy)
 
+    def close(self) -> None:
+        """Give the page back: it holds a file descriptor."""
+        self._page.close()
+
 
 class Watch:
     """Tells a stuck engine from one that takes its time.

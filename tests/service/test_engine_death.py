@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+NUM_KILLS = int(os.environ.get("OCTAVO_TEST_KILLS", "8"))
 COMMON = {"max_tokens": 300, "ignore_eos": True, "stream_options": {"include_usage": True}}
 STREAMED: list[dict[str, Any]] = [
     {"prompt": [1, 2, 3], "temperature": 0},
@@ -45,6 +48,13 @@ def engine_of(server: Any) -> psutil.Process:
     (engine,) = psutil.Process(server.process.pid).children()
     assert engine.name() == "octavo-engine"
     return engine
+
+
+async def until_ready_is(status: int, url: str, client: httpx.AsyncClient) -> None:
+    deadline = time.monotonic() + 60
+    while (await client.get(f"{url}/ready")).status_code != status:
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.01)
 
 
 class Stream:
@@ -156,6 +166,51 @@ def test_counters_never_fall_and_add_up(server: Any) -> None:
             assert seen[-1][1] == sum(usage["completion_tokens"] for usage in usages)
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_kills_at_random_moments_change_no_stream(server: Any, seed: int) -> None:
+    """Each kill comes after every stream has gained some text since the one before."""
+    chance = random.Random(seed)
+    bodies = [{"prompt": [i + 1, 30 + i], "seed": i, "max_tokens": 480} for i in range(16)]
+
+    async def kill(client: httpx.AsyncClient, streams: list[Stream]) -> int:
+        for number in range(NUM_KILLS):
+            await until_ready_is(200, server.url, client)
+            for stream in streams:
+                stream.begun.clear()
+            waits = [asyncio.wait_for(stream.begun.wait(), 60) for stream in streams]
+            await asyncio.gather(*waits)
+            await asyncio.sleep(chance.uniform(0, 0.1))
+            if any(stream.ends for stream in streams):
+                return number
+            engine_of(server).kill()
+            await until_ready_is(503, server.url, client)
+        return NUM_KILLS
+
+    async def ask(client: httpx.AsyncClient) -> tuple[list[Any], list[asyncio.Task[Stream]]]:
+        streams = [Stream(server.url, body) for body in bodies]
+        return streams, [asyncio.create_task(stream.read(client)) for stream in streams]
+
+    async def scene() -> None:
+        front_end = psutil.Process(server.process.pid)
+        async with httpx.AsyncClient(timeout=120) as client:
+            twins, reading = await ask(client)
+            await asyncio.gather(*reading)
+            num_fds, num_threads = front_end.num_fds(), front_end.num_threads()
+            streams, reading = await ask(client)
+            num_kills = await kill(client, streams)
+            await asyncio.gather(*reading)
+            assert num_kills >= 4
+            assert [stream.answer for stream in streams] == [twin.answer for twin in twins]
+            assert server.metric("octavo:engine_restarts_total") == num_kills
+            server.wait_idle()
+            assert front_end.num_fds() <= num_fds + 1  # the connection that asks
+            assert front_end.num_threads() <= num_threads + 1
+
+    asyncio.run(scene())
+    asked = server.metric("vllm:generation_tokens_total")
+    assert asked == 2 * 16 * 480
 
 
 def test_what_routes_say_while_the_engine_is_started_again(server: Any) -> None:
