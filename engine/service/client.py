@@ -138,7 +138,10 @@ class EngineClient(Engine):
     # --- life ------------------------------------------------------------------------------------
 
     def _spawn(self, epoch: int) -> EngineLife:
-        return EngineLife(self._context, self._config, self._command, self._log_level, epoch)
+        try:
+            return EngineLife(self._context, self._config, self._command, self._log_level, epoch)
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"The engine process cannot be started: {error}.") from error
 
     async def start(self) -> None:
         """See :meth:`octavo.engine.api.Engine.start`."""
@@ -230,22 +233,25 @@ class EngineClient(Engine):
         return [one.request_id for one in self._handed.values()] if signs.is_busy else []
 
     async def _restart(self, last: EngineLife, delay_s: float) -> None:
-        epoch = last.epoch + 1
-        await last.close()
+        try:
+            await last.close()
+            self._life = await self._start_again(last.epoch + 1, delay_s)
+            self._life.attach(self._supervision, self._on_frame, self._on_end)
+        except Exception as error:
+            logger.exception("the engine cannot be started again")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
+
+    async def _start_again(self, epoch: int, delay_s: float) -> EngineLife:
         while True:
             await asyncio.sleep(delay_s)
             try:
-                self._life = self._spawn(epoch)
-            except ConfigError as error:  # no process, no memory: it may come back
+                return self._spawn(epoch)
+            except ConfigError as error:  # no file, no memory: it may come back
                 logger.error("%s", error)
                 verdict = self._supervisor.died(())
                 if verdict.is_over:
-                    self._die(EngineDeadError(str(error)))
-                    return
+                    raise
                 delay_s = verdict.delay_s
-                continue
-            self._life.attach(self._supervision, self._on_frame, self._on_end)
-            return
 
     def _convict(self, request_id: str) -> None:
         """Answer the request that kills engines with an error."""

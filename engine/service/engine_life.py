@@ -14,12 +14,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
 
 from ..config import EngineConfig, Supervision, engine_environment
-from ..errors import ConfigError
 from .frames import ToEngine, encode
 from .process import Launch, pack_launch
 from .vital_signs import Signs, SignsReader, Watch, make_page
@@ -44,7 +44,7 @@ class EngineLife:
         epoch: the life's number.
 
     Raises:
-        ConfigError: the process cannot be started.
+        OSError, zmq.ZMQError: the process, or the way to it, cannot be had.
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class EngineLife:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
-        page = make_page()
         try:
-            self._signs = SignsReader(page)
-            self.process = self._spawn(config, command, log_level, page)
-        except OSError as error:
+            page = make_page()
+            try:
+                self._signs = SignsReader(page)
+                self.process = self._spawn(config, command, log_level, page)
+            finally:
+                os.close(page)
+        except (OSError, zmq.ZMQError):
             self._release()
-            raise ConfigError(f"The engine process cannot be started: {error}.") from error
-        finally:
-            os.close(page)
+            raise
 
     def _spawn(
         self, config: EngineConfig, command: list[str], log_level: str, page: int
@@ -83,8 +84,9 @@ class EngineLife:
         )
         if process.stdin is not None:
             launch = Launch(config, endpoint, self.epoch, log_level, page)
-            process.stdin.write(pack_launch(launch))
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # dead already, of which the watch will hear
+                process.stdin.write(pack_launch(launch))
+                process.stdin.flush()
         return process
 
     def attach(

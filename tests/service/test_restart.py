@@ -192,7 +192,7 @@ def test_engines_that_crash_again_and_again_still_bring_a_stream_to_its_end(
             (read,) = await submit(client, request("r", [1], 14))
             await read.done
             assert read.first == following(1, 14)
-            assert client.num_restarts == 3  # four tokens from each engine
+            assert client.num_restarts >= 3  # an engine gives four tokens at most
 
     play(scene)
 
@@ -351,7 +351,7 @@ def test_the_poisoned_request_alone_gets_an_error(tiny_model: Path) -> None:
                 assert read.error is None
             reasons = sorted(record.finish_reason for record in sink.records)
             assert reasons == [FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH]
-            assert client.num_restarts == 3
+            assert client.num_restarts >= 3
             assert not client._supervisor.is_isolating
 
     play(scene)
@@ -439,6 +439,21 @@ def test_closing_while_an_engine_is_started_again_ends_everything(tiny_model: Pa
                 await read.done
                 assert read.ends == {0: FinishReason.ABORT}
                 assert psutil.Process().children() == []
+
+    play(scene)
+
+
+def test_a_start_that_fails_is_tried_again(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model) as (client, _):
+            (read,) = await submit(client, request("r", [1], 40))
+            await until(lambda: len(read.first) > 0)
+            command, client._command = client._command, ["/nonexistent"]
+            kill(client)
+            await until(lambda: client._supervisor._num_in_vain == 2)
+            client._command = command
+            await read.done
+            assert read.first == following(1, 40)
 
     play(scene)
 
