@@ -438,6 +438,8 @@ def test_closing_while_an_engine_is_started_again_ends_everything(tiny_model: Pa
                 await client.close()
                 await read.done
                 assert read.ends == {0: FinishReason.ABORT}
+                assert client._restarting is not None
+                assert client._restarting.done()  # no other engine will be started
                 assert psutil.Process().children() == []
 
     play(scene)

@@ -70,17 +70,18 @@ def test_a_sequence_that_a_stop_string_ended_stays_ended(start: Any, tokenizer: 
 
 def test_prompt_logprobs_are_told_once(start: Any) -> None:
     state = start(prompt_logprobs=1)
-    give(state, 0, prompt_logprobs=(SCORE,))
+    first, second = (SampleLogprobs(logprob, 1, ()) for logprob in (-1.0, -2.0))
+    give(state, 0, prompt_logprobs=(first,))
     assert state.resume().sampling.prompt_logprobs == 1  # half of them: from the start
-    give(state, 0, prompt_logprobs=(SCORE, SCORE))
+    give(state, 0, prompt_logprobs=(first, second))
     give(state, 0, 10)
     resumed = state.resume()
     assert resumed.sampling.prompt_logprobs is None
     assert resumed.resume == (ResumedSequence((10,)),)
     give(state, 0, 11)
-    told = state.output([], None).prompt_logprobs
-    assert told is not None
-    assert [entry is None for entry in told] == [True, False, False]
+    told: Any = state.output([], None).prompt_logprobs
+    assert told[0] is None
+    assert [entry[i].logprob for i, entry in ((2, told[1]), (3, told[2]))] == [-1.0, -2.0]
 
 
 def test_ranked_choices_start_over(start: Any) -> None:
