@@ -119,7 +119,7 @@ def metric_families() -> list[Metric]:
         enable_prefix_caching=True,
         dtype="float32",
     )
-    engine = cast(Engine, SimpleNamespace(info=info))
+    engine = cast(Engine, SimpleNamespace(info=info, num_restarts=0))
     metrics = Metrics(engine, "model")
     metrics.render()  # makes those that wait for the engine
     metrics.http.observe("/v1/completions", "POST", 200, 0.0)

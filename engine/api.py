@@ -577,7 +577,7 @@ class KVSnapshot:
 class LoadProgress:
     """How far the start has come."""
 
-    stage: str  # "starting", "loading", "packing", "warming", "ready"
+    stage: str  # "starting", "loading", "packing", "warming", "ready"; "restarting" after a death
     fraction: float  # 0..1 over the whole start
 
 
@@ -599,15 +599,29 @@ class Engine(Protocol):
     def progress(self) -> LoadProgress: ...
 
     def check_ready(self) -> None:
-        """Return if requests are accepted now.
+        """Return if requests are computed now.
+
+        Raises:
+            EngineNotReadyError: loading, being started again or shutting down.
+            EngineDeadError: the engine ended.
+        """
+
+    def check_accepting(self) -> None:
+        """Return if requests are accepted now: also while the engine is started again, for which they wait.
 
         Raises:
             EngineNotReadyError: loading or shutting down.
             EngineDeadError: the engine ended.
         """
+        self.check_ready()
+
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine that had died or was stuck has been started again."""
+        return 0
 
     def check_alive(self) -> None:
-        """Return unless the engine ended.
+        """Return unless the engine ended for good.
 
         Raises:
             EngineDeadError: it did.
@@ -669,7 +683,7 @@ class Engine(Protocol):
         """KV memory, asked of the engine between two steps.
 
         Raises:
-            EngineNotReadyError, EngineDeadError: there is none to ask.
+            EngineNotReadyError, EngineDeadError: there is none to ask, or it ended before it answered.
         """
 
     async def reset_prefix_cache(self) -> None:
@@ -680,7 +694,7 @@ class Engine(Protocol):
         """
 
     async def wait_dead(self) -> None:
-        """Return when the engine has ended for any reason other than :meth:`close`."""
+        """Return when the engine has ended for good, for any reason other than :meth:`close`."""
 
     async def close(self) -> None:
         """End every live request with ``FinishReason.ABORT``, then end the engine."""

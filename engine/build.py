@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .api import EngineInfo
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
 from .config import (
+    DEFAULT_SUPERVISION,
     EngineConfig,
     StepLimits,
+    Supervision,
     check_preemption,
     flag_of,
     kernel_cache_dir,
@@ -59,7 +61,9 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
     return open_checkpoint(embedded)
 
 
-def start_engine(config: EngineConfig, log_level: str = "info") -> EngineClient:
+def start_engine(
+    config: EngineConfig, log_level: str = "info", supervision: Supervision = DEFAULT_SUPERVISION
+) -> EngineClient:
     """Start the engine process and return at once; loading goes on behind.
 
     Raises:
@@ -73,7 +77,7 @@ def start_engine(config: EngineConfig, log_level: str = "info") -> EngineClient:
     if config.scheduler.max_num_seqs and config.scheduler.max_num_batched_tokens:
         step_limits(config.scheduler, on_gpu=False)
     command = [sys.executable, "-P", "-m", "octavo.engine.build"]
-    return EngineClient(config, checkpoint, command, log_level)
+    return EngineClient(config, checkpoint, command, log_level, supervision)
 
 
 def build_core(

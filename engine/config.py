@@ -445,6 +445,32 @@ class ServerConfig(_Checked):
     log_level: str = option(
         "info", "Least severe log lines to print.", choices=("debug", "info", "warning", "error")
     )
+    max_engine_restarts: int = option(
+        10,
+        "An engine process that ends or is stuck is started again, and running requests go on. Deaths in a row, "
+        "none of them with a token gained since the one before, after which that is still done; after one more the "
+        "server ends. 0: it ends with the first.",
+        kind="int",
+        least=0,
+        most=1_000_000,
+    )
+    engine_heartbeat_timeout: float = option(
+        60.0,
+        "An engine process that has not shown for so long that it runs, be it idle, loading or computing, is "
+        "stuck: it is killed and started again.",
+        kind="float",
+        unit="seconds",
+        least=1.0,
+        most=86400.0,
+    )
+    engine_step_timeout: float = option(
+        600.0,
+        "So is one that runs, but has been in one step for so long.",
+        kind="float",
+        unit="seconds",
+        least=1.0,
+        most=86400.0,
+    )
     shutdown_timeout: float = option(
         0.0,
         "Time that running requests get to finish after Ctrl-C or SIGTERM, before they end with "
@@ -460,6 +486,17 @@ def _take(part: type[Config], options: dict[str, Any]) -> Config:
     """Build ``part`` from the options that are its own, which leave ``options``."""
     names = [f.name for f in fields(part)]  # type: ignore[arg-type]
     return part(**{name: options.pop(name) for name in names if name in options})
+
+
+class Supervision(NamedTuple):
+    """When an engine process is started again, and when it counts as stuck."""
+
+    max_restarts: int = 10
+    heartbeat_timeout_s: float = 60.0
+    step_timeout_s: float = 600.0
+
+
+DEFAULT_SUPERVISION = Supervision()
 
 
 class StepLimits(NamedTuple):

@@ -36,6 +36,15 @@ class Context:
             EngineNotReadyError, EngineDeadError: they are not.
         """
         self.drain.check_accepting()
+        self.engine.check_accepting()
+
+    def check_ready(self) -> None:
+        """Return if a load balancer should send requests here.
+
+        Raises:
+            EngineNotReadyError, EngineDeadError: it should not.
+        """
+        self.drain.check_accepting()
         self.engine.check_ready()
 
     def check_model(self, name: str | None) -> None:

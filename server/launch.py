@@ -5,8 +5,8 @@ is loaded and early clients queue. Then the engine process is started, and only 
 libraries imported, while the model loads. The port answers during the load: alive, not ready.
 
 Ends in three ways. A first signal refuses new generation, gives running requests their time, closes
-the engine and exits with 0; a second one waits for nothing. If the engine dies, live streams get
-their error and the process exits with 1.
+the engine and exits with 0; a second one waits for nothing. If the engine dies once too often, live
+streams get their error and the process exits with 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.config import EngineConfig, ServerConfig
+from ..engine.config import EngineConfig, ServerConfig, Supervision
 from ..engine.errors import EngineDeadError, EngineRefusedError, OctavoError
 from .banner import Console, banner, watch_progress
 from .drain import Drain
@@ -61,7 +61,12 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     with listening(server_config) as listener:
         from ..engine.build import start_engine
 
-        engine = start_engine(engine_config, server_config.log_level)
+        supervision = Supervision(
+            server_config.max_engine_restarts,
+            server_config.engine_heartbeat_timeout,
+            server_config.engine_step_timeout,
+        )
+        engine = start_engine(engine_config, server_config.log_level, supervision)
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

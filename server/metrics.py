@@ -94,10 +94,17 @@ class Metrics:
         self._make_labelled()
         self._make_latencies()
         self._lengths: dict[str, Histogram] | None = None
+        self._restarts = self._counter(
+            "octavo:engine_restarts", "Engine processes started in place of one that had died."
+        )
+        self._num_restarts = 0
 
     def render(self) -> bytes:
         """The text exposition."""
         self._ready_lengths()
+        num_restarts = self._engine.num_restarts
+        self._restarts.inc(num_restarts - self._num_restarts)
+        self._num_restarts = num_restarts
         return self._exposition.render()
 
     # StatsSink

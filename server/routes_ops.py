@@ -25,16 +25,16 @@ def ops_router(context: Context) -> APIRouter:
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
-        """200 while the engine lives or loads, 503 once it is dead."""
+        """200 while the engine lives, loads or is started again, 503 once it is given up."""
         context.engine.check_alive()
         return json_response({"status": "ok"})
 
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:
-        """200 when requests are accepted; 503 with the load's progress before."""
+        """200 when requests are computed; 503 with the load's progress before and between two engines."""
         try:
-            context.check_accepting()
+            context.check_ready()
         except (EngineNotReadyError, EngineDeadError) as error:
             return _not_ready(context, describe(error))
         return json_response({"status": "ready"})

@@ -205,7 +205,7 @@ class Admitter:
         self._table.release_host_blocks(request)
 
     def _count_hits(self, request: Request, match: PrefixMatch) -> None:
-        is_blind = request.is_unscored or request.is_mean_pooled
+        is_blind = request.is_unscored or request.is_mean_pooled or request.is_resumed
         if is_blind or not self._memory.enable_prefix_caching:
             return
         num_prompt_tokens, counters = len(request.new.prompt_token_ids), self._counters

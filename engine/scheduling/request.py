@@ -140,6 +140,7 @@ class Request:
     __slots__ = (
         "beam_search",
         "host_block_ids",
+        "is_resumed",
         "max_num_tokens",
         "new",
         "num_cached_tokens",
@@ -172,7 +173,10 @@ class Request:
             self.beam_search = BeamSearch(sampling, self.stop_token_ids, max_new)
         self.host_block_ids: list[int] = []  # that hold what was swapped out
         self.num_cached_tokens = 0
+        self.is_resumed = any(one.output_token_ids for one in new.resume)
         self.num_counted_prompt_tokens = 0  # of the prompt, by the counters
+        if self.is_resumed:  # by those of an earlier engine
+            self.num_counted_prompt_tokens = len(new.prompt_token_ids)
         # Of the prompt: their log-probabilities are known, or not wanted. The first has none.
         has_scores = sampling.prompt_logprobs is not None
         self.num_scored_tokens = 1 if has_scores else len(new.prompt_token_ids)

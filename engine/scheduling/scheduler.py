@@ -92,6 +92,11 @@ class Scheduler:
         return self._table.num_waiting
 
     @property
+    def running_request_ids(self) -> list[str]:
+        """In order of their first running sequence."""
+        return list(dict.fromkeys(s.request.request_id for s in self._table.running))
+
+    @property
     def has_work(self) -> bool:
         """Whether ``schedule()`` has anything to say, be it only what the executor may forget."""
         return self._table.has_work

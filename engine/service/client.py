@@ -1,51 +1,51 @@
-"""The front end's side of the engine: starts its process, admits requests, turns tokens into text.
+"""The front end's side of the engine: keeps a process running, admits requests, turns tokens into text.
 
-Implements :class:`octavo.engine.api.Engine` for one event loop. Must not know HTTP.
+Implements :class:`octavo.engine.api.Engine` for one event loop. When an engine process dies, another is started
+(:mod:`.supervisor` says when and for whom), and live requests go on there. Must not know HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import subprocess
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 import zmq
 
 from ..api import (
     ChatPrompt,
-    CompletionOutput,
     Engine,
     EngineInfo,
+    FinishReason,
     GenerationRequest,
     KVSnapshot,
     LoadProgress,
     Prompt,
     RenderedRequest,
-    RequestOutput,
     TextPrompt,
 )
 from ..checkpoint.checkpoint import Checkpoint
-from ..config import EngineConfig, engine_environment
+from ..config import DEFAULT_SUPERVISION, EngineConfig, Supervision
 from ..errors import (
     ConfigError,
     EngineDeadError,
     EngineNotReadyError,
     EngineRefusedError,
     InvalidRequestError,
+    OctavoError,
+    OverloadedError,
 )
 from ..stats import EngineStats, StatsSink
 from ..text.chat_template import ChatTemplate, load_chat_template
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .admission import Admission, Admitted
+from .engine_life import EngineLife
+from .engine_stream import EngineStream
 from .frames import (
     Abort,
     Add,
@@ -59,11 +59,11 @@ from .frames import (
     Step,
     ToEngine,
     decode_from_engine,
-    encode,
     to_wire,
 )
-from .output import RequestState, merge_outputs
-from .process import Launch, pack_launch
+from .output import RequestState
+from .supervisor import Supervisor
+from .vital_signs import Signs
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -75,81 +75,11 @@ REQUEST_SIZE = 64
 """What admitting one more request costs beside its prompt, in characters."""
 MAX_TEXT_THREADS = 2
 """More of them would keep the event loop waiting for its turn at the interpreter and the cores."""
-EXIT_TIMEOUT_S = 2.0
-MAX_FOLDER_CHARS = 80
-"""Unix sockets' names have about 100 characters at most."""
-
-
-class EngineStream:
-    """The outputs of one request. See :class:`octavo.engine.api.RequestStream`."""
-
-    def __init__(self, client: EngineClient, state: RequestState) -> None:
-        self._client = client
-        self.state = state
-        self.callback: Callable[[], None] | None = None  # of the one who takes
-        self._pending: list[CompletionOutput] = []
-        self._pending_error: str | None = None  # why one of them failed
-        self._is_ended = False
-        self._death: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None  # of the one who reads
-
-    @property
-    def request_id(self) -> str:
-        return self.state.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.state.prompt_token_ids
-
-    def __aiter__(self) -> EngineStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while (output := self.take()) is None:
-            if self._is_ended:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return output
-
-    def take(self) -> RequestOutput | None:
-        """See :meth:`octavo.engine.api.RequestStream.take`."""
-        if not self._pending:
-            if self._death is not None:
-                raise self._death
-            return None
-        output = self.state.output(self._pending, self._pending_error)
-        self._pending, self._pending_error = [], None
-        self._is_ended = output.finished
-        return output
-
-    def on_ready(self, callback: Callable[[], None]) -> None:
-        """See :meth:`octavo.engine.api.RequestStream.on_ready`."""
-        self.callback = callback
-
-    def abort(self) -> None:
-        """See :meth:`octavo.engine.api.RequestStream.abort`."""
-        self._client.abort(self.request_id)
-
-    def put(self, outputs: list[CompletionOutput], error: str | None) -> None:
-        """Keep deltas until they are taken. :meth:`wake` is the caller's to call."""
-        if self._pending:
-            merge_outputs(self._pending, outputs)
-        else:
-            self._pending = outputs
-        self._pending_error = error or self._pending_error
-
-    def fail(self, death: Exception) -> None:
-        self._death = death
-        self.wake()
-
-    def wake(self) -> None:
-        """Tell the reader that there is something to take."""
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():  # done: the reader was cancelled
-            waiter.set_result(None)
-        if self.callback is not None:
-            self.callback()
+MAX_NEW_WHILE_AWAY = 1024
+"""Requests that may come and wait while there is no engine, on top of those that lived when it died."""
+SOUND_S = 600.0
+"""An engine that was ready for so long and died with nothing to do was sound until then."""
+RESTARTING = "The engine is being started again."
 
 
 class EngineClient(Engine):
@@ -160,21 +90,34 @@ class EngineClient(Engine):
         checkpoint: the model's files.
         command: starts the engine process.
         log_level: of the engine process.
+        supervision: when it is started again.
     """
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, command: list[str], log_level: str
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        command: list[str],
+        log_level: str,
+        supervision: Supervision = DEFAULT_SUPERVISION,
     ) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self._folder = _socket_folder()
+        self._command = command
+        self._log_level = log_level
+        self._supervision = supervision
+        self._supervisor = Supervisor(supervision.max_restarts)
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         try:
-            self._process = self._spawn(command, log_level)
-        except OSError as error:
-            self._release_socket()
-            raise ConfigError(f"The engine process cannot be started: {error}.") from error
+            self._life = self._spawn(epoch=0)
+        except ConfigError:
+            self._context.term()
+            raise
+        self._is_up = False  # the engine takes requests
+        self._last_words: str | None = None  # of the engine, why it ends
+        self._restarting: asyncio.Task[None] | None = None
+        self._num_restarts = 0
+        self._max_streams = 0  # while requests wait for an engine
         self._progress = LoadProgress("starting", 0.0)
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
@@ -183,50 +126,28 @@ class EngineClient(Engine):
         self._chat_template: ChatTemplate | None = None
         self._admission: Admission | None = None
         self._streams: dict[str, EngineStream] = {}
+        self._handed: dict[str, EngineStream] = {}  # those that the engine has, by its own ids
         self._questions: dict[int, asyncio.Future[KVSnapshot | None]] = {}
         self._question_ids = count()
         self._death: EngineDeadError | None = None
         self._dead: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._text_task: asyncio.Task[None] | None = None
         self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
 
     # --- life ------------------------------------------------------------------------------------
 
-    def _spawn(self, command: list[str], log_level: str) -> subprocess.Popen[bytes]:
-        endpoint = f"ipc://{self._folder}/engine-0.sock"
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.bind(endpoint)
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=engine_environment(self._config)
-        )
-        if process.stdin is not None:
-            process.stdin.write(pack_launch(Launch(self._config, endpoint, 0, log_level)))
-            process.stdin.flush()
-        return process
+    def _spawn(self, epoch: int) -> EngineLife:
+        try:
+            return EngineLife(self._context, self._config, self._command, self._log_level, epoch)
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"The engine process cannot be started: {error}.") from error
 
     async def start(self) -> None:
         """See :meth:`octavo.engine.api.Engine.start`."""
-        self._loop = asyncio.get_running_loop()
         self._dead = asyncio.Event()
-        self._loop.add_reader(self._socket.FD, self._drain)
-        self._loop.call_soon(self._drain)
-        threading.Thread(target=self._watch_process, name="watch-engine", daemon=True).start()
+        self._life.attach(self._supervision, self._on_frame, self._on_end)
         self._text_task = asyncio.create_task(self._load_text())
-
-    def _watch_process(self) -> None:
-        status = self._process.wait()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._on_exit, status)
-
-    def _on_exit(self, status: int) -> None:
-        if self._is_closing:
-            return
-        self._drain()
-        how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        self._die(EngineDeadError(f"The engine process ended {how}."))
 
     async def _load_text(self) -> None:
         """Read tokenizer and chat template while the engine loads the weights."""
@@ -247,18 +168,125 @@ class EngineClient(Engine):
         self._open_door()
 
     def _open_door(self) -> None:
-        if self._info is not None and self._tokenizer is not None:
+        if self._info is None or self._tokenizer is None:
+            return
+        if self._admission is None:
             self._admission = Admission(
                 self._info, self._tokenizer, self._chat_template, self._config.model.seed
             )
-            self._progress = LoadProgress("ready", 1.0)
+        self._progress = LoadProgress("ready", 1.0)
+
+    def _on_hello(self, info: EngineInfo) -> None:
+        self._info = info
+        cache = replace(self._config.cache, num_gpu_blocks_override=info.num_blocks)
+        self._config = replace(self._config, cache=cache)  # what fits now fits the next engine
+        self._is_up = True
+        self._open_door()
+        self._feed()
+
+    def _on_end(self, life: EngineLife, reason: str) -> None:
+        """An engine process has ended."""
+        if self._is_closing or self._death is not None:
+            return
+        try:
+            self._bury(life, self._last_words or reason)
+        except Exception as error:
+            logger.exception("the end of the engine cannot be handled")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
+
+    def _bury(self, life: EngineLife, reason: str) -> None:
+        """Take everything back that the engine had, and start another one or give up."""
+        if self._info is None:  # it has never been ready: another would fare no better
+            self._die(EngineDeadError(reason))
+            return
+        signs, was_up = life.last_signs(), self._is_up
+        dying = self._dying(signs) if was_up else []
+        is_old = time.monotonic() - life.begin >= SOUND_S
+        was_sound = was_up and is_old and not signs.is_busy and not self._handed
+        for stream in self._handed.values():
+            stream.engine_id = None
+        self._handed = {}
+        self._is_up, self._last_words = False, None
+        self._tell_gauges()
+        verdict = self._supervisor.died(dying, was_sound=was_sound)
+        if verdict.convicted is not None:
+            self._convict(verdict.convicted)
+        if verdict.is_over:
+            self._die(EngineDeadError(reason))
+            return
+        self._fail_questions(EngineNotReadyError(RESTARTING))
+        logger.error("%s; another is started in %.2g s", reason.rstrip("."), verdict.delay_s)
+        if self._supervisor.is_isolating:
+            logger.warning(
+                "requests run one at a time until it is clear which of them ends the engine"
+            )
+        self._num_restarts += 1
+        self._max_streams = len(self._streams) + MAX_NEW_WHILE_AWAY
+        self._progress = LoadProgress("restarting", 0.0)
+        self._restarting = asyncio.create_task(self._restart(life, verdict.delay_s))
+
+    def _dying(self, signs: Signs) -> list[str]:
+        """Requests of the step in which the engine died, or all that it had if it was between two."""
+        if signs.dying_ids is not None:
+            found = (self._handed.get(engine_id) for engine_id in signs.dying_ids)
+            return [stream.request_id for stream in found if stream is not None]
+        return [one.request_id for one in self._handed.values()] if signs.is_busy else []
+
+    async def _restart(self, last: EngineLife, delay_s: float) -> None:
+        try:
+            await last.close()
+            self._life = await self._start_again(last.epoch + 1, delay_s)
+            self._life.attach(self._supervision, self._on_frame, self._on_end)
+        except Exception as error:
+            logger.exception("the engine cannot be started again")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
+
+    async def _start_again(self, epoch: int, delay_s: float) -> EngineLife:
+        while True:
+            await asyncio.sleep(delay_s)
+            try:
+                return self._spawn(epoch)
+            except ConfigError as error:  # no file, no memory: it may come back
+                logger.error("%s", error)
+                verdict = self._supervisor.died(())
+                if verdict.is_over:
+                    raise
+                delay_s = verdict.delay_s
+
+    def _convict(self, request_id: str) -> None:
+        """Answer the request that kills engines with an error."""
+        stream = self._streams.pop(request_id)
+        logger.error("request %s ends the engine process, and is given up", request_id)
+        outputs = stream.state.abort(FinishReason.ERROR).outputs
+        stream.put(outputs, "The engine process ended whenever it computed this request.")
+        stream.wake()
+        self._record_finished(stream.state)
+
+    def _tell_gauges(self) -> None:
+        """Nothing runs and no block is in use."""
+        if self._stats is None:
+            return
+        self._stats = replace(
+            self._stats,
+            num_running=0,
+            num_waiting=len(self._streams),
+            num_used_blocks=0,
+            num_used_slots=0,
+            num_cached_blocks=0,
+            num_shared_blocks=0,
+            num_saved_blocks=0,
+            num_used_host_blocks=0,
+        )
+        if self._sink is not None:
+            self._sink.record_stats(self._stats)
 
     def _die(self, reason: EngineDeadError) -> None:
-        """The engine is gone: everyone who waits is told, once."""
+        """The engine is gone for good: everyone who waits is told, once."""
         if self._death is not None or self._is_closing:
             return
         self._death = reason
-        streams, self._streams = list(self._streams.values()), {}
+        self._is_up = False
+        streams, self._streams, self._handed = list(self._streams.values()), {}, {}
         for stream in streams:
             stream.fail(reason)
         self._fail_questions(reason)
@@ -277,28 +305,13 @@ class EngineClient(Engine):
             self.abort(request_id)
         self._is_closing = True
         self._fail_questions(EngineDeadError("The engine has been closed."))
-        if self._process.stdin is not None:
-            self._process.stdin.close()  # upon which the engine ends, whatever it is doing
-        try:
-            await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        if self._restarting is not None:
+            self._restarting.cancel()
+        await self._life.close()
         if self._text_task is not None:
             self._text_task.cancel()
         self._text_threads.shutdown(wait=False)  # those who wait hear of the end then
-        self._release_socket()
-
-    def _release_socket(self) -> None:
-        if not self._socket.closed:
-            if self._loop is not None:
-                self._loop.remove_reader(self._socket.FD)
-            self._socket.close()
         self._context.term()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -321,6 +334,12 @@ class EngineClient(Engine):
     def check_ready(self) -> None:
         """See :meth:`octavo.engine.api.Engine.check_ready`."""
         self._door()
+        if not self._is_up:
+            raise EngineNotReadyError(RESTARTING)
+
+    def check_accepting(self) -> None:
+        """See :meth:`octavo.engine.api.Engine.check_accepting`."""
+        self._door()
 
     def _door(self) -> Admission:
         self.check_alive()
@@ -329,6 +348,11 @@ class EngineClient(Engine):
         if self._admission is None:
             raise EngineNotReadyError("The model is still loading.")
         return self._admission
+
+    @property
+    def num_restarts(self) -> int:
+        """See :attr:`octavo.engine.api.Engine.num_restarts`."""
+        return self._num_restarts
 
     def stats(self) -> EngineStats | None:
         return self._stats
@@ -345,11 +369,41 @@ class EngineClient(Engine):
         ids = [one.new.request_id for one in admitted]
         if len(self._streams.keys() | set(ids)) < len(self._streams) + len(ids):
             raise InvalidRequestError("A request with this id is running.", param="request_id")
-        frame = Add(tuple(to_wire(one.new) for one in admitted))
-        streams = [EngineStream(self, RequestState(one, admission.tokenizer)) for one in admitted]
+        has_to_wait = not self._is_up or self._supervisor.is_isolating
+        if has_to_wait and len(self._streams) + len(ids) > self._max_streams:
+            raise OverloadedError(f"{RESTARTING} Too many requests wait for it.", retry_after_s=2.0)
+        streams = [
+            EngineStream(RequestState(one, admission.tokenizer), self.abort) for one in admitted
+        ]
         self._streams.update(zip(ids, streams, strict=True))
-        self._send(frame)
+        if not has_to_wait:
+            self._hand_over(streams)
         return streams
+
+    def _hand_over(self, streams: Iterable[EngineStream]) -> None:
+        """Give these to the engine, from where they are."""
+        new = []
+        for stream in streams:
+            new.append(to_wire(stream.hand(stream.state.resume())))
+            self._handed[new[-1].request_id] = stream
+        if new:
+            self._send(Add(tuple(new)))
+
+    def _feed(self) -> None:
+        """Give the engine of those that wait what it may have."""
+        if not self._is_up:
+            return
+        waiting = {i: stream for i, stream in self._streams.items() if stream.engine_id is None}
+        is_anyone_running = bool(self._handed)
+        chosen = self._supervisor.choose(waiting.keys(), is_anyone_running=is_anyone_running)
+        self._hand_over([waiting[request_id] for request_id in chosen])
+
+    def _take_back(self, stream: EngineStream) -> None:
+        """The engine shall forget a request."""
+        if stream.engine_id is not None:
+            del self._handed[stream.engine_id]
+            self._send(Abort((stream.engine_id,)))
+            stream.engine_id = None
 
     async def _admit(
         self, admission: Admission, requests: Sequence[GenerationRequest]
@@ -377,7 +431,10 @@ class EngineClient(Engine):
         stream.put(stream.state.abort().outputs, None)
         stream.wake()
         self._record_finished(stream.state)
-        self._send(Abort((request_id,)))
+        self._take_back(stream)
+        if self._supervisor.is_watchful:
+            self._supervisor.forget(request_id)
+            self._feed()
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -431,7 +488,7 @@ class EngineClient(Engine):
         self, question: Callable[[int], KVSnapshotRequest | ResetPrefixCache]
     ) -> KVSnapshot | None:
         """Send a question and wait for its answer, or for the end of the engine."""
-        self._door()
+        self.check_ready()
         question_id = next(self._question_ids)
         answer: asyncio.Future[KVSnapshot | None] = asyncio.get_running_loop().create_future()
         self._questions[question_id] = answer
@@ -447,7 +504,7 @@ class EngineClient(Engine):
         if answer is not None and not answer.done():
             answer.set_result(frame.snapshot)
 
-    def _fail_questions(self, reason: EngineDeadError) -> None:
+    def _fail_questions(self, reason: OctavoError) -> None:
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(reason)
@@ -455,23 +512,16 @@ class EngineClient(Engine):
     # --- frames ----------------------------------------------------------------------------------
 
     def _send(self, frame: ToEngine) -> None:
-        """Hand a frame to the socket; never waits, since its queue has no bound of its own."""
-        if self._death is None and not self._socket.closed:
-            self._socket.send(encode(frame), zmq.DONTWAIT)
-            if self._loop is not None:
-                self._loop.call_soon(self._drain)  # a send may swallow the readable edge
+        """Hand a frame to the engine, if there is one; never waits."""
+        if self._is_up:
+            self._life.send(frame)
 
-    def _drain(self) -> None:
-        while not self._socket.closed:
-            try:
-                data = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            try:
-                self._receive(data)
-            except Exception as error:
-                logger.exception("a frame of the engine cannot be handled")
-                self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
+    def _on_frame(self, data: bytes) -> None:
+        try:
+            self._receive(data)
+        except Exception as error:
+            logger.exception("a frame of the engine cannot be handled")
+            self._die(EngineDeadError(f"{type(error).__name__}: {error}"))
 
     def _receive(self, data: bytes) -> None:
         frame = decode_from_engine(data)
@@ -485,24 +535,26 @@ class EngineClient(Engine):
             if self._sink is not None:
                 self._sink.record_stats(frame.stats)
         elif isinstance(frame, Loading):
-            self._remove_folder()  # connected: the sockets need no name any more
+            self._life.hide()
             self._progress = LoadProgress(frame.stage, min(frame.fraction, 0.99))
         elif isinstance(frame, Hello):
-            self._info = frame.info
-            self._open_door()
+            self._on_hello(frame.info)
         elif isinstance(frame, Answer):
             self._answer(frame)
         elif isinstance(frame, Failed):
-            kind = EngineRefusedError if frame.is_refusal else EngineDeadError
-            self._die(kind(frame.message))
+            self._last_words = frame.message
+            if frame.is_refusal:
+                self._die(EngineRefusedError(frame.message))
+            self._life.kill()  # it has said its last words
 
     def _deliver(self, step: Step) -> None:
         now = time.monotonic()
-        streams, sink = self._streams, self._sink
+        handed, sink = self._handed, self._sink
+        gained: list[str] = []
         stopped: list[tuple[str, int]] = []
         ready: dict[Callable[[], None], None] = {}  # in order, each once
         for update in step.updates:
-            stream = streams.get(update.request_id)
+            stream = handed.get(update.request_id)
             if stream is None:
                 continue
             state = stream.state
@@ -510,28 +562,36 @@ class EngineClient(Engine):
             if stopped_here:
                 stopped += [(update.request_id, child_index) for child_index in stopped_here]
             if state.is_finished:
-                del streams[update.request_id]
+                del handed[update.request_id], self._streams[stream.request_id]
                 self._record_finished(state)
+            if state.is_finished or (update.token_ids and state.keeps_tokens):
+                gained.append(stream.request_id)
             if outputs:
                 stream.put(outputs, error)
                 ready[stream.callback or stream.wake] = None
         if stopped:
             self._send(Abort(sequences=tuple(stopped)))
+        if gained:
+            self._note_gain(gained)
         for tell in ready:
             tell()
+
+    def _note_gain(self, request_ids: list[str]) -> None:
+        """Tell the supervisor, and let the next one run where they run one at a time."""
+        supervisor = self._supervisor
+        if not supervisor.is_watchful:
+            supervisor.gained()
+            return
+        was_isolating = supervisor.is_isolating
+        passed = self._streams.get(supervisor.gained(request_ids) or "")
+        if passed is not None:
+            self._take_back(passed)
+        if was_isolating:
+            self._feed()
 
     def _record_finished(self, state: RequestState) -> None:
         if self._sink is not None:
             self._sink.record_finished(state.record(time.monotonic()))
-
-
-def _socket_folder() -> Path:
-    """A new folder with mode 0700, its path short enough for the name of a socket."""
-    folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-    if len(str(folder)) > MAX_FOLDER_CHARS:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="octavo-", dir="/tmp"))
-    return folder
 
 
 def _prompt_size(prompt: Prompt) -> int:

@@ -6,7 +6,7 @@ Owns the order of things in a step. Must not know sockets, text or HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..api import KVSnapshot
@@ -48,6 +48,13 @@ class EngineCore:
         self._check_invariants = check_invariants
         self._busy_s = 0.0
         self._schedule_s = 0.0
+        self.before_execution: Callable[[StepPlan], None] | None = None
+        self.after_execution: Callable[[], None] | None = None
+
+    @property
+    def running_request_ids(self) -> list[str]:
+        """Requests that the step of the last schedule may have rows of."""
+        return self._scheduler.running_request_ids
 
     @property
     def has_work(self) -> bool:
@@ -73,7 +80,11 @@ class EngineCore:
         begin = time.perf_counter()
         plan = self._scheduler.schedule()
         scheduled = time.perf_counter()
+        if self.before_execution is not None:
+            self.before_execution(plan)
         result = self._executor.submit(plan).result()
+        if self.after_execution is not None:
+            self.after_execution()
         executed = time.perf_counter()
         self._note_rates(plan, executed - scheduled, result.swap_s)
         updates, num_step_tokens = self._scheduler.commit(plan, result)

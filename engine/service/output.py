@@ -5,8 +5,17 @@ One :class:`RequestState` per live request, in the front end or in the offline `
 
 from __future__ import annotations
 
-from ..api import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from ..scheduling.request import SequenceUpdate
+from dataclasses import replace
+
+from ..api import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    ResumedSequence,
+)
+from ..scheduling.request import NewRequest, SequenceUpdate
 from ..stats import RequestRecord, StatsSink
 from ..step import SampleLogprobs
 from ..text.detokenizer import Detokenizer
@@ -29,7 +38,7 @@ class _SequenceState:
         "last_token_time",
         "matcher",
         "min_tokens",
-        "num_tokens",
+        "token_ids",
         "tokens",
     )
 
@@ -54,7 +63,7 @@ class _SequenceState:
         )
         self.is_plain = self.tokens is None and self.matcher is None
         self.min_tokens = sampling.min_tokens
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.last_token_time: float | None = None
@@ -77,7 +86,7 @@ class _SequenceState:
             text = self.tokens.push(token_ids, logprobs)
         if is_last:
             text += self.detokenizer.finish() if self.tokens is None else self.tokens.finish()
-        if self.matcher is None or self.num_tokens <= self.min_tokens:
+        if self.matcher is None or len(self.token_ids) <= self.min_tokens:
             return text, None
         text, matched = self.matcher.push(text)
         if is_last and matched is None:
@@ -95,11 +104,8 @@ class RequestState:
         self.prompt_token_ids = list(admitted.new.prompt_token_ids)
         self._tokenizer = tokenizer
         sampling = admitted.new.sampling
-        num_sequences = sampling.n if sampling.use_beam_search else sampling.num_sequences
-        self._sequences = [_SequenceState(admitted, tokenizer) for _ in range(num_sequences)]
-        self._num_unfinished = num_sequences
         self._is_ranked = sampling.use_beam_search or sampling.is_best_of
-        self._best_of = BestOf(sampling) if sampling.is_best_of else None
+        self._begin()
         self._num_cached_tokens = 0
         self._num_discarded_tokens = 0
         self._has_prompt_logprobs = sampling.prompt_logprobs is not None
@@ -112,9 +118,47 @@ class RequestState:
         self._finish_reason: FinishReason | None = None  # of the best choice, with best_of
         self._embedding: bytes | None = None
 
+    def _begin(self) -> None:
+        """No sequence has a token."""
+        sampling = self.admitted.new.sampling
+        num_sequences = sampling.n if sampling.use_beam_search else sampling.num_sequences
+        self._sequences = [
+            _SequenceState(self.admitted, self._tokenizer) for _ in range(num_sequences)
+        ]
+        self._num_unfinished = num_sequences
+        self._best_of = BestOf(sampling) if sampling.is_best_of else None
+
     @property
     def is_finished(self) -> bool:
         return not self._num_unfinished
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a token, once told, stays. Where choices are ranked, a new engine starts over."""
+        return not self._is_ranked
+
+    def resume(self) -> NewRequest:
+        """The request as an engine that does not know it has to be told of it.
+
+        Sequences go on after the tokens that have come, and so give those that they would have given. Ranked
+        choices, of which nothing was told yet, start over.
+        """
+        new = self.admitted.new
+        if self._is_ranked:
+            self._begin()
+        elif any(sequence.token_ids for sequence in self._sequences):
+            resume = tuple(
+                ResumedSequence(tuple(s.token_ids), s.finish_reason is not None)
+                for s in self._sequences
+            )
+            new = replace(new, resume=resume)
+        if self._has_prompt_logprobs:
+            if self._whole_prompt_logprobs is None:
+                self._prompt_logprobs = [None]
+            else:  # they are told once
+                sampling = new.sampling.with_changes(prompt_logprobs=None)
+                new = replace(new, sampling=sampling)
+        return new
 
     def apply(
         self, update: SequenceUpdate, now: float, sink: StatsSink | None = None
@@ -158,7 +202,7 @@ class RequestState:
 
     def _advance(self, sequence: _SequenceState, update: SequenceUpdate) -> CompletionOutput:
         """What ``update`` adds to its sequence: text, and why it ends if it does."""
-        sequence.num_tokens += len(update.token_ids)
+        sequence.token_ids += update.token_ids
         if sequence.is_plain and update.finish_reason is None and update.logprobs is None:
             text, _ = sequence.text_of(update.token_ids, False)
             return CompletionOutput(update.child_index, text, list(update.token_ids))
@@ -203,17 +247,17 @@ class RequestState:
         sequence.finish_reason = reason
         self._num_unfinished -= 1
 
-    def abort(self) -> RequestOutput:
+    def abort(self, reason: FinishReason = FinishReason.ABORT) -> RequestOutput:
         """End every unfinished sequence; text held back is given out.
 
         With ``best_of`` nothing was given out before, so that all of the choices end here.
         """
-        outputs = self._end_unfinished(FinishReason.ABORT)
+        outputs = self._end_unfinished(reason)
         if self._best_of is None:
             return self.output(outputs, None)
         for output in outputs:
             self._best_of.add(output, ())
-        return self.output(self._select(FinishReason.ABORT), None)
+        return self.output(self._select(reason), None)
 
     def _end_unfinished(self, reason: FinishReason) -> list[CompletionOutput]:
         outputs = []
@@ -259,7 +303,7 @@ class RequestState:
         if new.sampling.use_beam_search:
             first = None  # all tokens came at once, at the end
         reasons = [s.finish_reason for s in self._sequences if s.finish_reason is not None]
-        counts = [s.num_tokens for s in self._sequences]
+        counts = [len(s.token_ids) for s in self._sequences]
         return RequestRecord(
             finish_reason=self._finish_reason or (reasons[0] if reasons else FinishReason.ABORT),
             num_prompt_tokens=len(new.prompt_token_ids),

@@ -23,6 +23,7 @@ import zmq
 from ..api import EngineInfo
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..step import StepPlan
 from .core import EngineCore
 from .frames import (
     Abort,
@@ -40,6 +41,7 @@ from .frames import (
     encode,
     from_wire,
 )
+from .vital_signs import SignsWriter
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Launch(msgspec.Struct, frozen=True):
     endpoint: str
     epoch: int
     log_level: str
+    signs_fd: int  # of the page of :mod:`.vital_signs`
 
 
 def pack_launch(launch: Launch) -> bytes:
@@ -74,6 +77,8 @@ def run(build_core: BuildCore) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front end decides when the engine ends
     setproctitle.setproctitle("octavo-engine")
     launch = _read_launch()
+    signs = SignsWriter(launch.signs_fd)
+    signs.start_beating()
     threading.Thread(target=_end_with_front_end, name="watch-front-end", daemon=True).start()
     logging.basicConfig(
         level=launch.log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s"
@@ -84,7 +89,7 @@ def run(build_core: BuildCore) -> int:
         socket.linger = 1000
         socket.connect(launch.endpoint)
         try:
-            return _serve(socket, launch, build_core)
+            return _serve(socket, launch, build_core, signs)
         finally:
             socket.close()
 
@@ -111,7 +116,9 @@ def _end_with_front_end() -> None:
     os._exit(0)
 
 
-def _serve(socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore) -> int:
+def _serve(
+    socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore, signs: SignsWriter
+) -> int:
     def send(frame: FromEngine) -> None:
         socket.send(encode(frame))
 
@@ -122,7 +129,7 @@ def _serve(socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore) -> 
         gc.collect()
         gc.freeze()  # what the model and its libraries made stays; no collection has to visit it
         send(Hello(info))
-        return _loop(socket, core, send)
+        return _loop(socket, core, send, signs)
     except ConfigError as error:
         send(Failed(str(error), is_refusal=True))
         return 1
@@ -132,13 +139,16 @@ def _serve(socket: zmq.Socket[bytes], launch: Launch, build_core: BuildCore) -> 
         return 1
 
 
-def _loop(socket: zmq.Socket[bytes], core: EngineCore, send: Send) -> NoReturn:
+def _loop(socket: zmq.Socket[bytes], core: EngineCore, send: Send, signs: SignsWriter) -> NoReturn:
     """Drain the inbox, compute a step, publish it; sleep on the socket while there is nothing to do."""
+    _show_steps(core, signs)
     while True:
         is_idle = not core.has_work
         if is_idle:
             send(Snapshot(core.stats()))
+            signs.idle()
             socket.poll()
+        signs.busy()
         _drain(socket, core, send)
         if core.has_work:
             output = core.step()
@@ -146,6 +156,18 @@ def _loop(socket: zmq.Socket[bytes], core: EngineCore, send: Send) -> NoReturn:
                 send(Step(*output))
             elif core.has_work:  # beams went on, of which nothing is told before their end
                 send(Snapshot(output.stats))
+
+
+def _show_steps(core: EngineCore, signs: SignsWriter) -> None:
+    """Let the page say whose sequences a step has, while it is executed."""
+
+    def before(plan: StepPlan) -> None:
+        if plan.new_rows or plan.removed_seq_ids or plan.forks:
+            signs.name_requests(core.running_request_ids)
+        signs.executing()
+
+    core.before_execution = before
+    core.after_execution = signs.busy
 
 
 def _drain(socket: zmq.Socket[bytes], core: EngineCore, send: Send) -> None:

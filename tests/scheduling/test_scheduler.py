@@ -209,6 +209,9 @@ def test_resumed_request_goes_on_where_it_was(bench: Any, expected: Expected) ->
     )
     b.drain()
     assert b.outputs["a"] == whole[2:]
+    counters = b.scheduler.counters
+    assert counters.num_generation_tokens == 4
+    assert (counters.num_prompt_tokens, counters.prefix_cache_queries) == (0, 0)  # counted before
 
 
 def test_adding_a_live_id_twice_is_an_invariant_error(bench: Any) -> None:

@@ -199,6 +199,8 @@ class FakeEngine(Engine):
     def __init__(self) -> None:
         self.pieces = ["Hel", "lo", " 🌶\n"]
         self.is_ready, self.is_closed = True, False
+        self.is_restarting = False  # requests are accepted, and wait
+        self.restarts = 0
         self.death: str | None = None
         self.error: str | None = None  # streams end with FinishReason.ERROR
         self.hold_at = -1  # streams wait while that many pieces, or fewer, are left
@@ -223,18 +225,29 @@ class FakeEngine(Engine):
 
     @property
     def progress(self) -> LoadProgress:
+        if self.is_restarting:
+            return LoadProgress("restarting", 0.0)
         return LoadProgress("ready", 1.0) if self.is_ready else LoadProgress("loading", 0.25)
 
     def check_ready(self) -> None:
+        self.check_accepting()
+        if self.is_restarting:
+            raise EngineNotReadyError("The engine is being started again.")
+
+    def check_accepting(self) -> None:
         self.check_alive()
         _ = self.info
+
+    @property
+    def num_restarts(self) -> int:
+        return self.restarts
 
     def check_alive(self) -> None:
         if self.death is not None:
             raise EngineDeadError(self.death)
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[RequestStream]:
-        self.check_ready()
+        self.check_accepting()
         ids = [_prompt_ids(request.prompt) for request in requests]
         self.requests += requests
         streams = [FakeStream(self, r, i) for r, i in zip(requests, ids, strict=True)]

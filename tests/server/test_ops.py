@@ -47,6 +47,27 @@ async def test_loading_is_alive_and_not_ready(
         assert answer.json()["error"]["code"] == "engine_not_ready"
 
 
+async def test_restarting_is_alive_and_accepts_and_is_not_ready(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.is_restarting = True
+    assert (await client.get("/health")).status_code == 200
+    ready = await client.get("/ready")
+    assert ready.status_code == 503
+    assert (ready.json()["stage"], ready.json()["progress"]) == ("restarting", 0.0)
+    assert ready.json()["error"]["code"] == "engine_not_ready"
+    for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_restarts_are_counted(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for count in (0, 1, 3):
+        engine.restarts = count
+        text = (await client.get("/metrics")).text
+        (line,) = [x for x in text.splitlines() if x.startswith("octavo:engine_restarts_total")]
+        assert line.endswith(f" {count}.0")
+
+
 async def test_dead_is_503_everywhere_that_matters(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -4,7 +4,9 @@ Usage: fake_engine.py MODE. Each token is the previous one plus one, modulo 256.
 asked for, a token has minus (seed % 8 + 1), the seed being its sequence's own. A beam's candidates are the
 next tokens in order, with -1, -2, ... MODE is a comma list of
 ``slow`` (20 ms a step), ``crash`` (exit in the fifth step), ``raise`` (an error in the fifth step),
-``unloadable`` (a ConfigError while loading), ``stuck`` (never ready).
+``poison`` (exit where token 200 would be drawn), ``hang`` (the first engine never ends its fifth step),
+``unloadable`` (a ConfigError while loading), ``unloadable-again`` (but not the first time),
+``stuck`` (never ready), ``stuck-again`` (but not the first time).
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from octavo.engine.step import RowResult, SampleLogprobs, ScheduledRow, StepPlan
 
 MODES = set(sys.argv[1].split(",")) if len(sys.argv) > 1 else set()
 EOS = 256
+POISON = 200
 
 
 class Executor:
-    def __init__(self) -> None:
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
         self.last: dict[int, int] = {}
         self.seeds: dict[int, int] = {}  # of sequences whose log-probabilities are asked for
         self.num_steps = 0
@@ -42,6 +46,8 @@ class Executor:
             os._exit(7)
         if "raise" in MODES and self.num_steps == 5:
             raise RuntimeError("the kernel broke")
+        if "hang" in MODES and self.num_steps == 5 and self.epoch == 0:
+            time.sleep(600)
         for fork in plan.forks:
             self.last[fork.child_seq_id] = self.last[fork.parent_seq_id]
             if fork.parent_seq_id in self.seeds:
@@ -58,6 +64,8 @@ class Executor:
         if row.appended_token_ids:
             self.last[row.seq_id] = row.appended_token_ids[-1]
         following = (self.last[row.seq_id] + 1) % 256
+        if "poison" in MODES and following == POISON:
+            os._exit(9)
         if row.num_candidates:
             candidates = [((following + i) % 256, -1.0 - i) for i in range(row.num_candidates)]
             return RowResult(row.seq_id, (), candidates=tuple(candidates))
@@ -76,15 +84,15 @@ def build_core(
     config: EngineConfig, epoch: int, progress: Callable[[str, float], None]
 ) -> tuple[EngineCore, EngineInfo]:
     progress("loading", 0.5)
-    if "unloadable" in MODES:
+    if "unloadable" in MODES or ("unloadable-again" in MODES and epoch):
         raise ConfigError("--model: this cannot be loaded.")
-    if "stuck" in MODES:
+    if "stuck" in MODES or ("stuck-again" in MODES and epoch):
         time.sleep(60)
     num_blocks = config.cache.num_gpu_blocks_override or 64
     scheduler = Scheduler(
         SchedulerLimits(64, 8, 512), KVCacheManager(num_blocks, 16), eos_token_ids=(EOS,)
     )
-    core = EngineCore(scheduler, Executor(), epoch=epoch, check_invariants=True)
+    core = EngineCore(scheduler, Executor(epoch), epoch=epoch, check_invariants=True)
     info = EngineInfo(
         model="fake",
         architecture="Fake",

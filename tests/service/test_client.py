@@ -24,7 +24,7 @@ from octavo.engine.api import (
     TokensPrompt,
 )
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
-from octavo.engine.config import EngineConfig
+from octavo.engine.config import EngineConfig, Supervision
 from octavo.engine.errors import (
     ConfigError,
     EngineDeadError,
@@ -67,7 +67,8 @@ class Sink:
 async def running(model: Path, mode: str = "none", **options: Any) -> AsyncIterator[EngineClient]:
     config = EngineConfig.from_options({"model": str(model), **options})
     command = [sys.executable, "-P", str(FAKE_ENGINE), mode]
-    client = EngineClient(config, open_checkpoint(model), command, "warning")
+    supervision = Supervision(max_restarts=0)
+    client = EngineClient(config, open_checkpoint(model), command, "warning", supervision)
     await client.start()
     try:
         yield client
@@ -420,13 +421,13 @@ def test_no_question_waits_for_an_engine_that_ends(tiny_model: Path, how: str) -
     async def scene() -> None:
         async with running(tiny_model) as client:
             await until(lambda: is_ready(client))
-            psutil.Process(client._process.pid).suspend()  # it will not answer
+            psutil.Process(client._life.process.pid).suspend()  # it will not answer
             asks = (client.kv_snapshot, client.reset_prefix_cache)
             waiting = [asyncio.ensure_future(ask()) for ask in asks]
             await asyncio.sleep(0.05)
             assert not any(task.done() for task in waiting)
             if how == "killed":
-                client._process.kill()
+                client._life.process.kill()
             else:
                 await client.close()
             for task in waiting:
@@ -524,7 +525,7 @@ def test_close_ends_streams_and_leaves_no_process_or_socket(tiny_model: Path) ->
             await until(lambda: is_ready(client))
             (stream,) = await client.submit([request("a", [1], 400)])
             await stream.__anext__()
-            pid, folder = client._process.pid, client._folder
+            pid, folder = client._life.process.pid, client._life.folder
             await client.close()
             _, _, last = await collect(stream)
             assert last.finish_reason is FinishReason.ABORT
@@ -550,7 +551,7 @@ async def main():
     client = EngineClient(config, open_checkpoint(config.model.model),
                           [sys.executable, {str(FAKE_ENGINE)!r}], "warning")
     await client.start()
-    print(client._process.pid, flush=True)
+    print(client._life.process.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """
@@ -575,7 +576,7 @@ def test_a_damaged_frame_ends_the_engine_loudly(tiny_model: Path, data: bytes) -
         async with running(tiny_model, "slow") as client:
             await until(lambda: is_ready(client))
             (stream,) = await client.submit([request("a", [1], 400)])
-            client._socket.send(data)
+            client._life.socket.send(data)
             with pytest.raises(EngineDeadError, match="Error"):
                 await collect(stream)
 
@@ -638,7 +639,7 @@ def test_no_socket_file_is_left_once_the_engine_has_connected(tiny_model: Path) 
     async def scene() -> None:
         async with running(tiny_model) as client:
             await until(lambda: is_ready(client))
-            assert not client._folder.exists()
+            assert not client._life.folder.exists()
 
     play(scene)
 
@@ -744,7 +745,7 @@ def test_those_who_take_hear_of_aborts_and_of_the_engines_end(tiny_model: Path) 
             assert output is not None
             assert output.outputs[0].finish_reason is FinishReason.ABORT
             calls.clear()
-            client._process.kill()
+            client._life.process.kill()
             await until(lambda: client._death is not None)
             assert calls[-1] == "b"
             with pytest.raises(EngineDeadError):

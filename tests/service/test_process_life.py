@@ -112,14 +112,17 @@ def test_ctrl_c_reaches_the_group_and_still_ends_cleanly(tiny_model: Path) -> No
         wait_gone(engine, 2)
 
 
-def test_dead_engine_is_told_and_ends_the_server(server: Any) -> None:
-    engine = engine_of(server)
-    reader = streaming(server)
-    engine.kill()
-    reader.join(10)
-    assert reader.events[-1] == "[DONE]"
-    assert json.loads(reader.events[-2])["error"]["type"]
-    assert server.process.wait(10) != 0
+def test_an_engine_that_died_once_too_often_is_told_and_ends_the_server(
+    start_server: Callable[..., Any], tiny_model: Path
+) -> None:
+    with start_server(str(tiny_model), "--max-engine-restarts", "0") as server:
+        engine = engine_of(server)
+        reader = streaming(server)
+        engine.kill()
+        reader.join(10)
+        assert reader.events[-1] == "[DONE]"
+        assert json.loads(reader.events[-2])["error"]["code"] == "engine_dead"
+        assert server.process.wait(10) == 1
 
 
 def test_engine_ends_within_two_seconds_of_its_front_end(server: Any) -> None:
