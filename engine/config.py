@@ -303,6 +303,22 @@ class SchedulerConfig(_Checked):
         "and back. auto: whichever is expected to be faster. Moving needs --swap-space.",
         choices=PREEMPTION_MODES,
     )
+    max_num_queued_reqs: int | None = option(
+        None,
+        "Requests that may wait for a seat or for memory at a server; more are a 429. Each prompt of a call is one.",
+        kind="int",
+        unit="requests",
+        least=0,
+        default_text="no limit",
+    )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "Prompt tokens of requests that may wait at a server; more are a 429.",
+        kind="size",
+        unit="tokens",
+        least=0,
+        default_text="no limit",
+    )
     check_invariants: bool = option(
         False,
         "Verify every invariant of the KV memory after each step; a broken one ends the engine. Slow.",

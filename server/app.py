@@ -67,7 +67,7 @@ def create_app(
     for make_router in routers:
         app.include_router(make_router(context))
     describe_routes(app)
-    install_handlers(app)
+    install_handlers(app, context.metrics.refused)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware)
     if config.api_key:

@@ -9,7 +9,7 @@ routes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,12 +163,22 @@ def field_path(parts: Sequence[str | int]) -> str:
     return path
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: FastAPI, on_overload: Callable[[str], None]) -> None:
     """Make every exception that leaves a route an answer in the one shape.
 
     The last resort answers 500 without detail; the framework raises the exception on, so that the
     traceback is logged by the HTTP server.
+
+    Args:
+        on_overload: Told of every request that is refused for want of room, and by which limit.
     """
+
+    async def on_overloaded(request: Request, error: Exception) -> Response:
+        if isinstance(error, OverloadedError):
+            on_overload(error.reason)
+        return await _on_octavo_error(request, error)
+
+    app.add_exception_handler(OverloadedError, on_overloaded)
     app.add_exception_handler(OctavoError, _on_octavo_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

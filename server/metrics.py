@@ -37,6 +37,7 @@ from .metric_tables import (
     LATENCY_BUCKETS,
     N_BUCKETS,
     PREEMPTION_BUCKETS,
+    REJECTION_REASONS,
     TTFT_BUCKETS,
     Read,
     one_two_five,
@@ -124,6 +125,10 @@ class Metrics:
         for histogram, _ in self._block_times:
             histogram.restart()
 
+    def refused(self, reason: str) -> None:
+        """A request was refused because the limit that ``reason`` names is reached."""
+        self._rejections[reason].inc()
+
     def record_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
 
@@ -162,6 +167,15 @@ class Metrics:
         )
         reasons = (*FinishReason, "repetition")
         self._success = {reason: success(str(reason)) for reason in reasons}
+        rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests refused with 429, by the limit that was reached.",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
+        self._rejections = {
+            reason: rejections.labels(self._values[0], reason) for reason in REJECTION_REASONS
+        }
         for name, text, label, values in LABELLED_COUNTERS:
             of = self._labelled_counter(name, text, label)
             self._totals += [_RunningTotal(of(value), read) for value, read in values]

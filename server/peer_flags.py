@@ -57,8 +57,6 @@ PEER_FLAGS: dict[str, str] = {
     "--long-prefill-token-threshold": "see --max-num-batched-tokens",
     "--async-scheduling": "steps run one after the other",
     "--stream-interval": "every token is sent as it comes",
-    "--max-num-queued-reqs": "the queue has no limit of its own",
-    "--max-num-queued-tokens": "the queue has no limit of its own",
     "--scheduler-reserve-full-isl": "see --watermark",
     # parallel
     "--tensor-parallel-size": _ONE_DEVICE,

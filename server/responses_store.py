@@ -18,7 +18,7 @@ from ..engine.api import RequestStream
 from ..engine.errors import InvalidRequestError, OverloadedError
 from .responses_events import EventLog, EventWriter
 from .responses_items import Item
-from .responses_metrics import ResponseMetrics
+from .responses_metrics import STORE_REASON, ResponseMetrics
 from .responses_state import ResponseState, Status
 
 
@@ -141,7 +141,8 @@ class ResponseStore:
         if is_full or self._num_running_bytes + num_bytes > self._max_bytes:
             raise OverloadedError(
                 f"{len(self._running)} responses are being generated in the background, and the store "
-                "has no room for another (--response-store-size, --response-store-bytes)."
+                "has no room for another (--response-store-size, --response-store-bytes).",
+                reason=STORE_REASON,
             )
 
     def begin(self, running: Running) -> None:

@@ -44,7 +44,7 @@ class SequenceUpdate(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the user's stop id that ended it; None for an end id
-    scheduled_time: float | None = None  # monotonic seconds, with the first token
+    scheduled_time: float | None = None  # monotonic seconds, with the first update
     num_preemptions: int = 0  # of the request, so far
     logprobs: tuple[SampleLogprobs, ...] | None = None
     error: str | None = None

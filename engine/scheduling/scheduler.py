@@ -52,7 +52,7 @@ from .request import NewRequest, Request, Sequence, SequenceStatus, SequenceUpda
 from .request_table import RequestTable
 from .snapshot import kv_snapshot
 from .step_draft import StepDraft
-from .updates import appended, failed, pooled, scored, unsampled
+from .updates import appended, begun, failed, pooled, scored, unsampled
 
 
 class Scheduler:
@@ -248,6 +248,14 @@ class Scheduler:
         num_generated = sum(len(update.token_ids) for update in updates)
         self.counters.num_generation_tokens += num_generated
         return updates, num_prefill_tokens + num_generated
+
+    def begun(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """One update for each request that began in this step and that ``updates`` do not tell of."""
+        requests = self._admitter.take_begun()
+        if not requests:
+            return []
+        told = {update.request_id for update in updates if update.scheduled_time is not None}
+        return [begun(request) for request in requests if request.request_id not in told]
 
     def _fork_pending(self, plan: StepPlan) -> None:
         """Let the others of a request go their own way, where its prompt has been computed."""

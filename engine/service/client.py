@@ -64,6 +64,7 @@ from .frames import (
 )
 from .output import RequestState, merge_outputs
 from .process import Launch, pack_launch
+from .queue_bounds import QueueBounds, Wanted
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -183,6 +184,7 @@ class EngineClient(Engine):
         self._chat_template: ChatTemplate | None = None
         self._admission: Admission | None = None
         self._streams: dict[str, EngineStream] = {}
+        self._bounds = QueueBounds(config.scheduler)
         self._questions: dict[int, asyncio.Future[KVSnapshot | None]] = {}
         self._question_ids = count()
         self._death: EngineDeadError | None = None
@@ -341,7 +343,10 @@ class EngineClient(Engine):
     async def submit(self, requests: Sequence[GenerationRequest]) -> list[EngineStream]:
         """See :meth:`octavo.engine.api.Engine.submit`."""
         admission = self._door()
+        self._check_queue([Wanted.of(request.sampling) for request in requests])
         admitted = await self._admit(admission, requests)
+        news = [one.new for one in admitted]
+        self._check_queue([Wanted.of(n.sampling, len(n.prompt_token_ids)) for n in news])
         ids = [one.new.request_id for one in admitted]
         if len(self._streams.keys() | set(ids)) < len(self._streams) + len(ids):
             raise InvalidRequestError("A request with this id is running.", param="request_id")
@@ -350,6 +355,13 @@ class EngineClient(Engine):
         self._streams.update(zip(ids, streams, strict=True))
         self._send(frame)
         return streams
+
+    def _check_queue(self, wanted: Sequence[Wanted]) -> None:
+        """Refuse what would wait behind too much. First before, then after it is tokenised."""
+        if self._bounds.is_set:
+            live = [stream.state for stream in self._streams.values()]
+            is_full = self._stats is not None and self._stats.num_waiting > 0
+            self._bounds.check(live, wanted, 0 if is_full else self.info.max_num_seqs, self.info)
 
     async def _admit(
         self, admission: Admission, requests: Sequence[GenerationRequest]
