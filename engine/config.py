@@ -461,10 +461,19 @@ class ServerConfig(_Checked):
     log_level: str = option(
         "info", "Least severe log lines to print.", choices=("debug", "info", "warning", "error")
     )
+    drain_delay: float = option(
+        0.0,
+        "Time after SIGTERM in which /ready is 503 already and requests are still taken, so that gateways "
+        "look elsewhere before anything is refused; Ctrl-C has none.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=3600.0,
+    )
     shutdown_timeout: float = option(
         0.0,
-        "Time that running requests get to finish after Ctrl-C or SIGTERM, before they end with "
-        "finish reason 'abort'.",
+        "Time that running requests get to finish after Ctrl-C, or after SIGTERM and --drain-delay, before they end "
+        "with finish reason 'abort'.",
         kind="float",
         unit="seconds",
         least=0.0,

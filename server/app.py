@@ -76,7 +76,7 @@ def create_app(
     app.add_middleware(HttpMetricsMiddleware, metrics=context.metrics.http)
     if config.allowed_origins:  # outside of the keys: a preflight carries none
         _allow_origins(app, config)
-    app.add_middleware(ResponseHeadersMiddleware)
+    app.add_middleware(ResponseHeadersMiddleware, drain=context.drain)
     if config.root_path:
         app.add_middleware(RootPathMiddleware, root_path=config.root_path)
     return app

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .errors import Failure
 from .paths import route_path
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/load", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/startup", "/version", "/load", "/metrics"})
 
 
 class ApiKeys:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .paths import route_path
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_UNCOUNTED = frozenset({"/health", "/ping", "/ready", "/version", "/load", "/metrics"})
+_UNCOUNTED = frozenset({"/health", "/ping", "/ready", "/startup", "/version", "/load", "/metrics"})
 
 
 class HttpMetrics:

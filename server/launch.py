@@ -4,8 +4,8 @@ The order is the point. The socket is bound first, so that a port in use is repo
 is loaded and early clients queue. Then the engine process is started, and only then are the web
 libraries imported, while the model loads. The port answers during the load: alive, not ready.
 
-Ends in three ways. A first signal refuses new generation, gives running requests their time, closes
-the engine and exits with 0; a second one waits for nothing. If the engine dies, live streams get
+Ends in three ways. A first signal makes the server not ready, refuses new generation after a while, gives running
+requests their time, closes the engine and exits with 0; a second one waits for nothing. If the engine dies, live streams get
 their error and the process exits with 1.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.config import EngineConfig, ServerConfig
-from ..engine.errors import EngineDeadError, EngineRefusedError, OctavoError
+from ..engine.errors import EngineDeadError, EngineNotReadyError, EngineRefusedError, OctavoError
 from .banner import Console, banner, watch_progress
 from .drain import Drain
 from .listening import listening, tls_context, url_of
@@ -114,7 +114,8 @@ async def serve(
         await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
         announced.cancel()
         if not died.done() and not serving.done():
-            await _drain(drain, signals, died, config.shutdown_timeout)
+            delay_s = config.drain_delay if signals.is_orderly and _is_ready(engine) else 0.0
+            await _drain(drain, signals, died, delay_s, config.shutdown_timeout)
         return await _end(engine, server, serving, is_dead=died.done(), out=out)
     finally:
         for task in (announced, died, stopped, serving):
@@ -130,19 +131,22 @@ class _Signals:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.first = asyncio.Event()
+        self.is_orderly = False  # the first one was an orchestrator's, not a person's Ctrl-C
         self.second = asyncio.Event()
         self._loop = loop
         for number in self._HANDLED:
-            loop.add_signal_handler(number, self._received)
+            loop.add_signal_handler(number, self._received, number)
 
     def restore(self) -> None:
         for number in self._HANDLED:
             self._loop.remove_signal_handler(number)
 
-    def _received(self) -> None:
+    def _received(self, number: int) -> None:
         if self.first.is_set():
             self.second.set()
             self._loop.call_later(SECOND_SIGNAL_S, os._exit, 130)
+        else:
+            self.is_orderly = number == signal.SIGTERM
         self.first.set()
 
 
@@ -196,14 +200,29 @@ async def _announce(
 
 
 async def _drain(
-    drain: Drain, signals: _Signals, died: asyncio.Task[None], timeout_s: float
+    drain: Drain,
+    signals: _Signals,
+    died: asyncio.Task[None],
+    delay_s: float,
+    timeout_s: float,
 ) -> None:
-    """Refuse new requests and wait for running ones, as long as there is a point in waiting."""
+    """Take new requests for a while, then refuse them and wait for running ones, if there is a point in it."""
+    drain.announce()
+    hurry, first = asyncio.create_task(signals.second.wait()), asyncio.FIRST_COMPLETED
+    await asyncio.wait({hurry, died}, timeout=delay_s, return_when=first)
     drain.is_draining = True
-    waits = {asyncio.create_task(drain.wait_idle()), asyncio.create_task(signals.second.wait())}
-    await asyncio.wait({*waits, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in waits:
+    idle = asyncio.create_task(drain.wait_idle())
+    await asyncio.wait({idle, hurry, died}, timeout=timeout_s, return_when=first)
+    for task in (idle, hurry):
         task.cancel()
+
+
+def _is_ready(engine: Engine) -> bool:
+    try:
+        engine.check_ready()
+    except EngineNotReadyError:
+        return False
+    return True
 
 
 async def _end(

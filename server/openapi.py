@@ -196,6 +196,9 @@ ROUTES: dict[tuple[str, str], Described] = {
     ("get", "/health"): Described({"status": "ok"}, statuses=(503,)),
     ("get", "/ping"): Described({"status": "ok"}, statuses=(503,)),
     ("get", "/ready"): Described({"status": "ready"}, statuses=(503,)),
+    ("get", "/startup"): Described(
+        {"status": "started", "stage": "ready", "percent": 100}, statuses=(503,)
+    ),
     ("get", "/load"): Described({"server_load": 3}, statuses=()),
     ("get", "/version"): Described({"version": "1.0.0"}, statuses=()),
     ("get", "/metrics"): Described(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.server.conftest import FakeEngine
 
 PROMPT = {"prompt": "a", "stream": True}
+BAD = {"prompt": 1}
 
 
 class Running:
@@ -164,9 +165,55 @@ async def test_running_requests_get_their_time(engine: FakeEngine) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_second_signal_waits_for_nothing(engine: FakeEngine) -> None:
+async def test_requests_are_taken_during_the_delay_though_not_ready(engine: FakeEngine) -> None:
+    async with running(engine, drain_delay=3600.0, shutdown_timeout=60.0) as server:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)
+        assert (await server.client.get("/ready")).json()["status"] == "stopping"
+        assert (await server.client.get("/health")).status_code == 200
+        answer = await server.client.post("/v1/completions", json={"prompt": "a"})
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert not server.task.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.exit_code() == 0
+
+
+@pytest.mark.anyio
+async def test_after_the_delay_requests_are_refused_and_running_ones_end(
+    engine: FakeEngine,
+) -> None:
     engine.hold_at = 2
-    async with running(engine, shutdown_timeout=60.0) as server:
+    async with running(engine, drain_delay=0.1, shutdown_timeout=60.0) as server:
+        async with server.client.stream("POST", "/v1/completions", json=PROMPT) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(10):
+                while (await server.client.post("/v1/completions", json=BAD)).status_code == 400:
+                    await asyncio.sleep(0.02)
+            refused = await server.client.post("/v1/completions", json=PROMPT)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            assert not server.task.done()
+            engine.released.set()
+            rest = [line async for line in lines if line]
+        assert '"finish_reason":"stop"' in rest[-2]
+        assert await server.exit_code() == 0
+
+
+@pytest.mark.anyio
+async def test_ctrl_c_has_no_delay(engine: FakeEngine) -> None:
+    async with running(engine, drain_delay=3600.0) as server:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await server.exit_code() == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("options", [{"drain_delay": 3600.0}, {"shutdown_timeout": 60.0}])
+async def test_a_second_signal_waits_for_nothing(
+    engine: FakeEngine, options: dict[str, float]
+) -> None:
+    engine.hold_at = 2
+    async with running(engine, **options) as server:
         async with server.client.stream("POST", "/v1/completions", json=PROMPT) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
