@@ -461,6 +461,15 @@ class ServerConfig(_Checked):
     log_level: str = option(
         "info", "Least severe log lines to print.", choices=("debug", "info", "warning", "error")
     )
+    request_timeout: float = option(
+        0.0,
+        "Time that a request may take, its wait in the queue included, before it is ended with an error; "
+        "clients may ask for less. 0: as long as it takes.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=1e6,
+    )
     drain_delay: float = option(
         0.0,
         "Time after SIGTERM in which /ready is 503 already and requests are still taken, so that gateways "

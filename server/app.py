@@ -54,6 +54,7 @@ def create_app(
         Metrics(engine, model_names[0]),
         drain or Drain(),
         config.sse_keep_alive_interval,
+        config.request_timeout,
     )
     engine.set_stats_sink(context.metrics)
     app = FastAPI(title="octavo", version=__version__, redirect_slashes=False)

@@ -33,6 +33,7 @@ from ..engine.errors import (
 from . import response_headers
 
 NOT_READY_RETRY_S = 2
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would send it again by themselves
 CLIENT_CLOSED_REQUEST = 499  # never seen by a client; counted in http_requests_total
 
 _TYPES = {
@@ -41,6 +42,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 _CODES = {
     404: "not_found",
@@ -56,6 +58,10 @@ class GenerationFailedError(RequestError):
 
 class ResponseNotFoundError(RequestError):
     """The path names a response that is not stored: a 404."""
+
+
+class RequestTimeoutError(GenerationFailedError):
+    """A request's time is up before it has ended: a 504."""
 
 
 class NothingToDrawError(GenerationFailedError):
@@ -115,6 +121,8 @@ def describe(error: OctavoError) -> Failure:
         return Failure(400, error.message, error.param, error.code)
     if isinstance(error, NothingToDrawError):
         return Failure(400, error.message, code="nothing_to_draw")
+    if isinstance(error, RequestTimeoutError):
+        return Failure(504, error.message, code="request_timeout", headers=NO_RETRY)
     if isinstance(error, GenerationFailedError):
         return Failure(500, error.message, error.param, error.code or "generation_failed")
     if isinstance(error, EngineNotReadyError):

@@ -92,6 +92,9 @@ class Metrics:
         self._gauges = [(self._gauge(name, text), read) for name, text, read in GAUGES]
         self._totals = [_RunningTotal(self._counter(n, text), read) for n, text, read in COUNTERS]
         self._block_times = [(self._block_time(n, text), read) for n, text, read in BLOCK_TIMES]
+        self._timeouts = self._counter(
+            "octavo:request_timeouts", "Requests ended because their time was up."
+        )
         self._make_labelled()
         self._make_latencies()
         self._lengths: dict[str, Histogram] | None = None
@@ -128,6 +131,10 @@ class Metrics:
     def refused(self, reason: str) -> None:
         """A request was refused because the limit that ``reason`` names is reached."""
         self._rejections[reason].inc()
+
+    def timed_out(self) -> None:
+        """A request's time was up before it had ended."""
+        self._timeouts.inc()
 
     def record_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)

@@ -23,6 +23,7 @@ from .responses_state import ResponseState, Status, asked_fields, new_response_i
 from .responses_store import ResponseStore
 from .responses_truncation import fitted
 from .sampling import sampling_params
+from .submission import submit
 
 _OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 _MAX_TOKENS = re.compile(r"\bmax_tokens\b")
@@ -38,14 +39,21 @@ class Asked:
     job: Job
     is_stored: bool
 
-    async def submit(self, context: Context) -> tuple[ResponseState, RequestStream]:
+    async def submit(
+        self, context: Context, request: Request
+    ) -> tuple[ResponseState, RequestStream]:
         """Let the engine begin.
 
         Raises:
             RequestError, EngineNotReadyError, EngineDeadError: it does not.
         """
         with _own_names():
-            (stream,) = await context.engine.submit(engine_requests(self.job))
+            (stream,) = await submit(
+                context,
+                request,
+                engine_requests(self.job),
+                is_awaited=not self.body.background,
+            )
         fields = asked_fields(
             self.body, self.job.sampling, context.model_name, is_stored=self.is_stored
         )

@@ -34,7 +34,7 @@ def responses_router(context: Context, config: ServerConfig) -> APIRouter:
     async def create_response(request: Request) -> Response:
         """Answer a conversation: whole, streamed or in the background."""
         asked = await understood(context, store, request)
-        state, stream = await asked.submit(context)
+        state, stream = await asked.submit(context, request)
         if asked.body.background:
             return _answer_later(context, store, background, asked, state, stream)
         return await _answer(context, store, request, asked, state, stream)

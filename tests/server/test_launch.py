@@ -190,7 +190,7 @@ async def test_after_the_delay_requests_are_refused_and_running_ones_end(
             os.kill(os.getpid(), signal.SIGTERM)
             async with asyncio.timeout(10):
                 while (await server.client.post("/v1/completions", json=BAD)).status_code == 400:
-                    await asyncio.sleep(0.02)
+                    pass
             refused = await server.client.post("/v1/completions", json=PROMPT)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
             assert not server.task.done()
