@@ -376,6 +376,7 @@ class GenerationRequest:
     arrival_time: float  # time.monotonic() at the door
     priority: int = 0  # lower runs first, where the policy looks at it
     cache_salt: str | None = None  # requests share prefix blocks only within one salt
+    tenant: str | None = None  # whose it is; nor do they share them with another tenant's
     resume: tuple[ResumedSequence, ...] = ()  # one per child; empty for a fresh request
     max_prompt_tokens: int | None = (
         None  # a longer prompt is cut; -1: to what leaves room for output

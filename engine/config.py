@@ -438,6 +438,12 @@ class ServerConfig(_Checked):
         default_text="no key is needed",
         secret=True,
     )
+    api_key_file: str | None = option(
+        None,
+        "File with a name and a key on each line, more of the keys that clients must send. It is read again when it "
+        "changes, and on SIGHUP.",
+        default_text="no file",
+    )
     enable_debug_endpoints: bool = option(
         False,
         "Offer GET /debug/kv and POST /reset_prefix_cache. Not for the open internet.",

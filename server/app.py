@@ -12,7 +12,8 @@ from .. import __version__
 from ..engine.api import Engine
 from ..engine.config import ServerConfig
 from . import response_headers
-from .auth import ApiKeys, AuthMiddleware
+from .api_keys import ApiKeys, api_keys
+from .auth import AuthMiddleware
 from .context import Context
 from .drain import Drain, DrainMiddleware
 from .errors import install_handlers
@@ -38,6 +39,7 @@ def create_app(
     model_names: tuple[str, ...],
     *,
     drain: Drain | None = None,
+    keys: ApiKeys | None = None,
 ) -> FastAPI:
     """The application over ``engine``, which may still be loading.
 
@@ -47,6 +49,7 @@ def create_app(
             concern.
         model_names: Names that clients may use; answers carry the first.
         drain: Through it the caller refuses requests at shutdown and waits for running ones.
+        keys: That clients need; if they are not given, those of ``config``.
     """
     context = Context(
         engine,
@@ -71,8 +74,8 @@ def create_app(
     install_handlers(app, context.metrics.refused)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware)
-    if config.api_key:
-        app.add_middleware(AuthMiddleware, keys=ApiKeys(config.api_key))
+    if (accepted := keys or api_keys(config)) is not None:
+        app.add_middleware(AuthMiddleware, keys=accepted)
     app.add_middleware(DrainMiddleware, drain=context.drain)
     app.add_middleware(HttpMetricsMiddleware, metrics=context.metrics.http)
     if config.allowed_origins:  # outside of the keys: a preflight carries none

@@ -19,12 +19,14 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.config import EngineConfig, ServerConfig
 from ..engine.errors import EngineDeadError, EngineNotReadyError, EngineRefusedError, OctavoError
+from .api_keys import ApiKeys, api_keys
 from .banner import Console, banner, watch_progress
 from .drain import Drain
 from .listening import listening, tls_context, url_of
@@ -53,11 +55,11 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         The process's exit code.
 
     Raises:
-        ConfigError: the port cannot be bound, or the model cannot be opened.
+        ConfigError: the port cannot be bound, or the model or a file of keys cannot be opened.
     """
     _set_up_logging(server_config.log_level)
     names = model_names(engine_config.model.model, server_config)
-    tls = tls_context(server_config)
+    tls, keys = tls_context(server_config), api_keys(server_config)
     with listening(server_config) as listener:
         from ..engine.build import start_engine
 
@@ -66,7 +68,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             console = Console(sys.stderr)
-            return runner.run(serve(engine, listener, server_config, names, console, tls))
+            return runner.run(serve(engine, listener, server_config, names, console, tls, keys))
 
 
 def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
@@ -86,6 +88,7 @@ async def serve(
     names: tuple[str, ...],
     out: Console,
     tls: ssl.SSLContext | None = None,
+    keys: ApiKeys | None = None,
 ) -> int:
     """Answer on ``listener`` until a signal or the engine's death, then end the engine.
 
@@ -96,14 +99,17 @@ async def serve(
         names: Served model names.
         out: Where progress and the banner go.
         tls: Speaks HTTPS with it.
+        keys: That clients need; if they are not given, those of ``config``.
 
     Returns:
         The exit code.
     """
-    signals = _Signals(asyncio.get_running_loop())
+    keys = keys or api_keys(config)
+    has_file = keys is not None and config.api_key_file is not None
+    signals = _Signals(asyncio.get_running_loop(), keys.reload if keys and has_file else None)
     await engine.start()
     drain = Drain()
-    server = _make_server(engine, config, names, drain, tls)
+    server = _make_server(engine, config, names, drain, tls, keys)
     url = url_of(config, listener)
     out.write(f"octavo: listening on {url}, loading {names[0]}\n")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -125,11 +131,17 @@ async def serve(
 
 
 class _Signals:
-    """SIGINT and SIGTERM as events; the second one also sets a deadline on the whole process."""
+    """SIGINT and SIGTERM as events; the second one also sets a deadline on the whole process.
+
+    Args:
+        on_hangup: Called upon SIGHUP, which otherwise ends the process as usual.
+    """
 
     _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_hangup: Callable[[], None] | None
+    ) -> None:
         self.first = asyncio.Event()
         self.is_orderly = False  # the first one was an orchestrator's, not a person's Ctrl-C
         self.second = asyncio.Event()
@@ -137,8 +149,11 @@ class _Signals:
         for number in self._HANDLED:
             loop.add_signal_handler(number, self._received, number)
 
+        if on_hangup is not None:
+            loop.add_signal_handler(signal.SIGHUP, on_hangup)
+
     def restore(self) -> None:
-        for number in self._HANDLED:
+        for number in (*self._HANDLED, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
 
     def _received(self, number: int) -> None:
@@ -156,6 +171,7 @@ def _make_server(
     names: tuple[str, ...],
     drain: Drain,
     tls: ssl.SSLContext | None,
+    keys: ApiKeys | None,
 ) -> uvicorn.Server:
     import uvicorn
 
@@ -168,7 +184,7 @@ def _make_server(
         def capture_signals(self) -> Any:
             return nullcontext()
 
-    app = create_app(engine, config, names, drain=drain)
+    app = create_app(engine, config, names, drain=drain, keys=keys)
     http = uvicorn.Config(
         app,
         http=HeaderLimitProtocol,
@@ -195,7 +211,7 @@ async def _announce(
         return  # said by the end of serve
     gc.collect()
     gc.freeze()  # libraries, routes and tokenizer stay: a collection need not visit them, nor hold up the loop
-    needs_key = bool(config.api_key)
+    needs_key = bool(config.api_key or config.api_key_file)
     out.write(banner(engine.info, model_name, url, needs_key=needs_key))
 
 

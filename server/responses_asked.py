@@ -24,6 +24,7 @@ from .responses_store import ResponseStore
 from .responses_truncation import fitted
 from .sampling import sampling_params
 from .submission import submit
+from .tenants import tenant_of
 
 _OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 _MAX_TOKENS = re.compile(r"\bmax_tokens\b")
@@ -58,7 +59,11 @@ class Asked:
             self.body, self.job.sampling, context.model_name, is_stored=self.is_stored
         )
         state = ResponseState(
-            new_response_id(), fields, self.job.report, len(stream.prompt_token_ids)
+            new_response_id(),
+            fields,
+            self.job.report,
+            len(stream.prompt_token_ids),
+            tenant_of(request),
         )
         return state, stream
 
@@ -77,7 +82,7 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
     context.unknown_fields.notice(raw, KNOWN)
     context.check_model(body.model)
     given = parse_input(body.input)
-    items = (*_previous(store, body.previous_response_id), *given)
+    items = (*_previous(store, body.previous_response_id, tenant_of(request)), *given)
     is_stored = body.store is not False and store.is_on
     if body.background:
         _check_background(store, items)
@@ -102,11 +107,11 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
     return Asked(body, items, job, is_stored)
 
 
-def _previous(store: ResponseStore, response_id: str | None) -> Sequence[Item]:
+def _previous(store: ResponseStore, response_id: str | None, owner: str | None) -> Sequence[Item]:
     """The conversation that is continued, the answer included."""
     if response_id is None:
         return ()
-    entry = store.get(response_id)
+    entry = store.get(response_id, owner)
     if entry is None:
         raise InvalidRequestError(
             f"previous_response_id {response_id[:64]!r} is not stored here: it never was, or it was deleted or "

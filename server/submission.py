@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.requests import Request
 
 from ..engine.api import GenerationRequest, RequestStream
 from .context import Context
 from .deadlines import TimedStream, timeout_s
+from .tenants import tenant_of
 
 
 async def submit(
@@ -27,6 +29,8 @@ async def submit(
         RequestError, EngineNotReadyError, EngineDeadError: nothing was sent yet.
     """
     limit_s = timeout_s(request, context.request_timeout_s, is_awaited=is_awaited)
+    if (tenant := tenant_of(request)) is not None:
+        requests = [replace(one, tenant=tenant) for one in requests]
     streams = await context.engine.submit(requests)
     if limit_s is None:
         return streams

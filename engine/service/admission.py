@@ -107,7 +107,7 @@ class Admission:
             seed,
             request.arrival_time,
             request.priority,
-            request.cache_salt,
+            _own_salt(request),
             request.resume,
             request.pooling,
         )
@@ -353,6 +353,13 @@ def _check_salt(salt: str | None) -> None:
         raise InvalidRequestError(
             "cache_salt must not hold '@', '/', '\\', NUL or half a character.", param="cache_salt"
         )
+
+
+def _own_salt(request: GenerationRequest) -> str | None:
+    """The request's salt, in its tenant's own space: no salt that a client may choose has an '@'."""
+    if request.tenant is None:
+        return request.cache_salt
+    return f"{request.tenant}@{request.cache_salt or ''}"
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:

@@ -30,7 +30,7 @@ async def serving(model: Path, limit_s: float = 0.0) -> AsyncIterator[httpx.Asyn
         async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as client:
             yield client
             assert not engine._streams
-            await until(lambda: engine.stats() is not None and not engine.stats().num_running)
+            await until(lambda: (stats := engine.stats()) is not None and not stats.num_running)
 
 
 def is_timeout(error: dict[str, Any]) -> bool:
