@@ -428,6 +428,15 @@ class ServerConfig(_Checked):
         least=0.0,
         most=3600.0,
     )
+    client_stall_timeout: float = option(
+        60.0,
+        "A client that takes nothing more of its answer, or sends nothing more of its request, for so long is cut "
+        "off; 0: never.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=1e6,
+    )
     enable_tokenizer_info_endpoint: bool = option(
         False, "Offer GET /tokenizer_info, which tells the chat template.", kind="bool"
     )

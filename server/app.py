@@ -31,6 +31,7 @@ from .routes_models import models_router
 from .routes_ops import ops_router
 from .routes_responses import responses_router
 from .routes_tokens import tokens_router
+from .stalls import StallMiddleware
 
 
 def create_app(
@@ -73,6 +74,8 @@ def create_app(
     describe_routes(app)
     install_handlers(app, context.metrics.refused)
     # The last one added is the outermost.
+    if config.client_stall_timeout:
+        app.add_middleware(StallMiddleware, timeout_s=config.client_stall_timeout)
     app.add_middleware(BodyLimitMiddleware)
     if (accepted := keys or api_keys(config)) is not None:
         app.add_middleware(AuthMiddleware, keys=accepted)

@@ -47,6 +47,7 @@ _TYPES = {
 _CODES = {
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_stalled",
     413: "request_too_large",
     415: "unsupported_media_type",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.service.test_client import collect, is_ready, play, request, running, until
+from tests.service.test_client import is_ready, play, request, running, until
 
 PROMPT = [1] * 100
 
@@ -20,8 +20,8 @@ def test_no_hit_across_tenants_whatever_the_salt(tiny_model: Path) -> None:
                     one = request(f"{turn}-{tenant}-{salt}", PROMPT)
                     one = replace(one, tenant=tenant, cache_salt=salt)
                     (stream,) = await client.submit([one])
-                    _, _, last = await collect(stream)
-                    cached[turn, tenant, salt] = last.num_cached_tokens
+                    async for output in stream:
+                        cached[turn, tenant, salt] = output.num_cached_tokens
             assert {n for (turn, *_), n in cached.items() if turn == 0} == {0}
             assert min(n for (turn, *_), n in cached.items() if turn == 1) > 80
 
