@@ -20,6 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 POLICIES = ("fcfs", "priority")
+LOG_FORMATS = ("text", "json")
 
 Config = TypeVar("Config", bound="_Checked")
 
@@ -340,6 +341,11 @@ class ExecutionConfig(_Checked):
         "later, cpu on a CPU if there is a C++ compiler, else torch.",
         choices=BACKENDS,
     )
+    log_format: str = option(
+        "text",
+        "Form of a server's log lines, on stderr. json: one object each.",
+        choices=LOG_FORMATS,
+    )
 
 
 @dataclass(frozen=True)
@@ -484,6 +490,27 @@ class ServerConfig(_Checked):
         unit="seconds",
         least=0.0,
         most=1e6,
+    )
+    enable_log_requests: bool = option(
+        False,
+        "Log a line for each POST request when its answer has ended: route, status, time and the key's name, never "
+        "what it says.",
+        kind="bool",
+    )
+    stats_interval: float = option(
+        10.0,
+        "Time between two lines of statistics in the log; none while nothing happens. 0: never.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=1e6,
+    )
+    flight_recorder_steps: int = option(
+        256,
+        "Last steps of the engine that are kept for GET /debug/steps, and of which the end is logged when it dies.",
+        kind="int",
+        least=1,
+        most=100_000,
     )
     drain_delay: float = option(
         0.0,

@@ -17,6 +17,7 @@ from .auth import AuthMiddleware
 from .context import Context
 from .drain import Drain, DrainMiddleware
 from .errors import install_handlers
+from .flight_recorder import FlightRecorder
 from .http_metrics import HttpMetricsMiddleware
 from .limits import BodyLimitMiddleware
 from .metrics import Metrics
@@ -41,6 +42,7 @@ def create_app(
     *,
     drain: Drain | None = None,
     keys: ApiKeys | None = None,
+    recorder: FlightRecorder | None = None,
 ) -> FastAPI:
     """The application over ``engine``, which may still be loading.
 
@@ -51,11 +53,13 @@ def create_app(
         model_names: Names that clients may use; answers carry the first.
         drain: Through it the caller refuses requests at shutdown and waits for running ones.
         keys: That clients need; if they are not given, those of ``config``.
+        recorder: Is told of every step.
     """
+    recorder = recorder or FlightRecorder(config.flight_recorder_steps)
     context = Context(
         engine,
         model_names,
-        Metrics(engine, model_names[0]),
+        Metrics(engine, model_names[0], recorder.note),
         drain or Drain(),
         config.sse_keep_alive_interval,
         config.request_timeout,
@@ -68,7 +72,7 @@ def create_app(
     routers += [partial(tokens_router, has_info=config.enable_tokenizer_info_endpoint)]
     routers += [models_router, ops_router]
     if config.enable_debug_endpoints:
-        routers.append(debug_router)
+        routers.append(partial(debug_router, recorder=recorder))
     for make_router in routers:
         app.include_router(make_router(context))
     describe_routes(app)
@@ -80,7 +84,9 @@ def create_app(
     if (accepted := keys or api_keys(config)) is not None:
         app.add_middleware(AuthMiddleware, keys=accepted)
     app.add_middleware(DrainMiddleware, drain=context.drain)
-    app.add_middleware(HttpMetricsMiddleware, metrics=context.metrics.http)
+    app.add_middleware(
+        HttpMetricsMiddleware, metrics=context.metrics.http, is_logged=config.enable_log_requests
+    )
     if config.allowed_origins:  # outside of the keys: a preflight carries none
         _allow_origins(app, config)
     app.add_middleware(ResponseHeadersMiddleware, drain=context.drain)

@@ -26,10 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.config import EngineConfig, ServerConfig
 from ..engine.errors import EngineDeadError, EngineNotReadyError, EngineRefusedError, OctavoError
+from ..engine.logs import set_up_logging
 from .api_keys import ApiKeys, api_keys
 from .banner import Console, banner, watch_progress
 from .drain import Drain
+from .flight_recorder import FlightRecorder
 from .listening import listening, tls_context, url_of
+from .stats_line import log_stats
 
 if TYPE_CHECKING:
     import uvicorn
@@ -57,7 +60,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     Raises:
         ConfigError: the port cannot be bound, or the model or a file of keys cannot be opened.
     """
-    _set_up_logging(server_config.log_level)
+    _set_up_logging(server_config.log_level, engine_config.execution.log_format)
     names = model_names(engine_config.model.model, server_config)
     tls, keys = tls_context(server_config), api_keys(server_config)
     with listening(server_config) as listener:
@@ -109,24 +112,30 @@ async def serve(
     signals = _Signals(asyncio.get_running_loop(), keys.reload if keys and has_file else None)
     await engine.start()
     drain = Drain()
-    server = _make_server(engine, config, names, drain, tls, keys)
+    recorder = FlightRecorder(config.flight_recorder_steps)
+    server = _make_server(engine, config, names, drain, tls, keys, recorder)
     url = url_of(config, listener)
     out.write(f"octavo: listening on {url}, loading {names[0]}\n")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     died = asyncio.create_task(engine.wait_dead())
     announced = asyncio.create_task(_announce(engine, config, names[0], url, out))
     stopped = asyncio.create_task(signals.first.wait())
+    helpers: list[asyncio.Task[Any]] = [announced, died, stopped, serving]
+    if config.stats_interval:
+        helpers.append(asyncio.create_task(log_stats(engine, config.stats_interval)))
     try:
         await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
         announced.cancel()
         if not died.done() and not serving.done():
             delay_s = config.drain_delay if signals.is_orderly and _is_ready(engine) else 0.0
             await _drain(drain, signals, died, delay_s, config.shutdown_timeout)
+        if died.done():
+            recorder.dump()
         return await _end(engine, server, serving, is_dead=died.done(), out=out)
     finally:
-        for task in (announced, died, stopped, serving):
+        for task in helpers:
             task.cancel()
-        await asyncio.gather(announced, died, stopped, serving, return_exceptions=True)
+        await asyncio.gather(*helpers, return_exceptions=True)
         signals.restore()
 
 
@@ -172,6 +181,7 @@ def _make_server(
     drain: Drain,
     tls: ssl.SSLContext | None,
     keys: ApiKeys | None,
+    recorder: FlightRecorder,
 ) -> uvicorn.Server:
     import uvicorn
 
@@ -184,7 +194,7 @@ def _make_server(
         def capture_signals(self) -> Any:
             return nullcontext()
 
-    app = create_app(engine, config, names, drain=drain, keys=keys)
+    app = create_app(engine, config, names, drain=drain, keys=keys, recorder=recorder)
     http = uvicorn.Config(
         app,
         http=HeaderLimitProtocol,
@@ -277,10 +287,8 @@ def _report_death(engine: Engine, out: Console) -> int:
     return code
 
 
-def _set_up_logging(level: str) -> None:
-    """Plain lines on stderr. The HTTP server's own remarks count only as warnings."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+def _set_up_logging(level: str, form: str) -> None:
+    """Lines on stderr. The HTTP server's own remarks count only as warnings."""
+    set_up_logging(level, form, "server")
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -71,13 +71,18 @@ class _RunningTotal:
 class Metrics:
     """The registry, and the :class:`~octavo.engine.stats.StatsSink` that fills it.
 
-    Histograms whose buckets end at the model's window, and ``vllm:cache_config_info``, appear once
+    ``on_stats`` is handed every snapshot too. Histograms whose buckets end at the model's window, and ``vllm:cache_config_info``, appear once
     the engine is ready.
     """
 
     content_type = CONTENT_TYPE
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model_name: str,
+        on_stats: Callable[[EngineStats], None] = lambda _: None,
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._exposition = Exposition(self.registry)
@@ -85,6 +90,7 @@ class Metrics:
         GCCollector(registry=self.registry)
         self.http = HttpMetrics(self.registry)
         self._engine = engine
+        self._on_stats = on_stats
         self._values = (model_name, ENGINE_INDEX)
         labels = dict(zip(_LABELS, self._values, strict=True))
         self.responses = ResponseMetrics(self.registry, labels)
@@ -111,6 +117,7 @@ class Metrics:
         self.record_stats(stats)
 
     def record_stats(self, stats: EngineStats) -> None:
+        self._on_stats(stats)
         if stats.epoch != self._epoch:
             self._start_epoch(stats.epoch)
         for gauge, read in self._gauges:

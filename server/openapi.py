@@ -209,6 +209,7 @@ ROUTES: dict[tuple[str, str], Described] = {
     ("get", "/debug/kv"): Described(
         {"num_blocks": 1, "block_size": 16, "blocks": [], "sequences": []}, statuses=(401, 503)
     ),
+    ("get", "/debug/steps"): Described({"steps": []}, statuses=(401,)),
     ("post", "/reset_prefix_cache"): Described({"success": True}, statuses=(401, 503)),
 }
 

@@ -120,7 +120,6 @@ PEER_FLAGS: dict[str, str] = {
     "--enable-force-include-usage": _IN_BODY + ", by stream_options.include_usage",
     "--enable-server-load-tracking": "/load always counts",
     "--enable-per-request-metrics": "see /metrics",
-    "--enable-log-requests": _SILENT,
     "--disable-log-requests": _SILENT,
     "--enable-log-outputs": _SILENT,
     "--max-log-len": _SILENT,

@@ -9,6 +9,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..engine.logs import request_id
 from .drain import Drain
 from .request_ids import request_id_of
 
@@ -28,6 +29,7 @@ class ResponseHeadersMiddleware:
             await self._app(scope, receive, send)
             return
         scope[_BEGIN] = time.perf_counter()
+        request_id.set(request_id_of(scope))
 
         async def adding(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -15,5 +15,10 @@ def note_tenant(scope: Scope, name: str) -> None:
 
 def tenant_of(request: Request) -> str | None:
     """The tenant; ``None`` where no keys are needed."""
-    name: str | None = request.scope.get(_KEY)
+    return tenant_of_scope(request.scope)
+
+
+def tenant_of_scope(scope: Scope) -> str | None:
+    """:func:`tenant_of` for middleware."""
+    name: str | None = scope.get(_KEY)
     return name

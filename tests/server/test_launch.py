@@ -19,6 +19,7 @@ import pytest
 from octavo.engine.api import Engine
 from octavo.engine.config import ServerConfig
 from octavo.engine.errors import ConfigError
+from octavo.engine.stats import EngineStats
 from octavo.server.banner import Console, base_url, curl_line
 from octavo.server.launch import model_names, serve
 from octavo.server.listening import bind
@@ -226,9 +227,13 @@ async def test_a_second_signal_waits_for_nothing(
 
 
 @pytest.mark.anyio
-async def test_engine_death_is_one_line_and_a_failure(engine: FakeEngine) -> None:
+async def test_engine_death_is_one_line_and_a_failure(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine.hold_at = 2
     async with running(engine) as server:
+        assert engine.sink is not None
+        engine.sink.record_stats(EngineStats(num_steps=7))
         async with server.client.stream("POST", "/v1/completions", json=PROMPT) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -239,6 +244,7 @@ async def test_engine_death_is_one_line_and_a_failure(engine: FakeEngine) -> Non
         assert (await server.client.get("/health")).status_code == 503
         assert (await server.client.post("/v1/completions", json=PROMPT)).status_code == 503
         assert await server.exit_code() == 1
+    assert '"step":7' in caplog.text  # of the flight recorder
     last = server.out.getvalue().splitlines()[-1]
     assert last == "octavo: The engine process was killed by signal 9."
 
