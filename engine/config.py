@@ -19,7 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "fair")
 LOG_FORMATS = ("text", "json")
 
 Config = TypeVar("Config", bound="_Checked")
@@ -286,7 +286,8 @@ class SchedulerConfig(_Checked):
     scheduling_policy: str = option(
         "fcfs",
         "Order of requests. fcfs: first come, first served; priority: by the request's priority, a lower "
-        "number first, then first come, first served.",
+        "number first, then first come, first served; fair: API keys take turns, by their weights and the tokens "
+        "that they use.",
         choices=POLICIES,
     )
     priority_aging: float = option(

@@ -23,14 +23,23 @@ from ..engine.errors import ConfigError
 LOOK_S = 2.0
 """So often it is looked whether the file has changed, when a request comes."""
 MAX_FILE_BYTES = 8 << 20
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+_WEIGHT = re.compile(r"[0-9]{1,4}(\.[0-9]{1,6})?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
 
+class Tenant(NamedTuple):
+    """Whose a key is, and the share of the engine that goes with it."""
+
+    name: str
+    weight: float = 1.0
+
+
 class _Key(NamedTuple):
     digest: bytes
-    tenant: str
+    tenant: Tenant
 
 
 class ApiKeys:
@@ -45,7 +54,9 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Sequence[str] = (), file: str | None = None) -> None:
-        self._given = tuple(_Key(_digest(k.encode()), f"#{i}") for i, k in enumerate(keys, 1))
+        self._given = tuple(
+            _Key(_digest(k.encode()), Tenant(f"#{i}")) for i, k in enumerate(keys, 1)
+        )
         self._file = None if file is None else Path(file)
         self._seen: tuple[int, ...] | None = None  # of the file, when it was last read
         self._next_look = 0.0
@@ -54,7 +65,7 @@ class ApiKeys:
             self._seen = _stamp(self._file)
             self._keys += _read(self._file)
 
-    def tenant(self, authorization: bytes) -> str | None:
+    def tenant(self, authorization: bytes) -> Tenant | None:
         """Whose key an ``Authorization`` header carries; ``None``: it carries none that is accepted.
 
         Compares against every key, in constant time each: neither the time nor a non-ASCII byte
@@ -127,22 +138,31 @@ def _read(path: Path) -> tuple[_Key, ...]:
 
 
 def _parse(path: Path, lines: Iterable[str]) -> Iterable[_Key]:
-    """One key a line, behind a name; ``#`` begins a comment line."""
-    found: dict[bytes, str] = {}
+    """One key a line, behind a name, and maybe a weight; ``#`` begins a comment line."""
+    found: dict[bytes, Tenant] = {}
+    weights: dict[str, float] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or not _NAME.fullmatch(words[0]):
+        where = f"--api-key-file {path}, line {number}"
+        if len(words) not in (2, 3) or not _NAME.fullmatch(words[0]):
             raise ConfigError(
-                f"--api-key-file {path}, line {number}: a name (letters, digits, dot, dash, underscore) and a "
-                "key, with space between, are expected."
+                f"{where}: a name (letters, digits, dot, dash, underscore), a key and maybe a weight are expected, "
+                "with space between."
             )
-        digest = _digest(words[1].encode())
-        if found.setdefault(digest, words[0]) != words[0]:
-            raise ConfigError(
-                f"--api-key-file {path}, line {number}: the key has another name too."
-            )
+        tenant = Tenant(words[0], _weight(where, words[2]) if len(words) == 3 else 1.0)
+        if found.setdefault(_digest(words[1].encode()), tenant) != tenant:
+            raise ConfigError(f"{where}: the key has another name or weight too.")
+        if weights.setdefault(tenant.name, tenant.weight) != tenant.weight:
+            raise ConfigError(f"{where}: {tenant.name} has another weight too.")
     if not found:
         raise ConfigError(f"--api-key-file {path} holds no key.")
-    return [_Key(digest, name) for digest, name in found.items()]
+    return [_Key(digest, tenant) for digest, tenant in found.items()]
+
+
+def _weight(where: str, text: str) -> float:
+    weight = float(text) if _WEIGHT.fullmatch(text) else 0.0
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ConfigError(f"{where}: the weight must be {MIN_WEIGHT:g} to {MAX_WEIGHT:g}.")
+    return weight

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .paths import route_path
-from .tenants import tenant_of_scope
+from .tenants import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,5 +73,6 @@ class HttpMetricsMiddleware:
             took_s = time.perf_counter() - start
             self._metrics.observe(handler, scope["method"], status, took_s)
             if self._is_logged and scope["method"] == "POST":
-                whose = tenant_of_scope(scope) or "nobody"
+                tenant = tenant_of(scope)
+                whose = "nobody" if tenant is None else tenant.name
                 logger.info("POST %s %d in %.0f ms for %s", handler, status, took_s * 1e3, whose)

@@ -24,7 +24,7 @@ from .responses_store import ResponseStore
 from .responses_truncation import fitted
 from .sampling import sampling_params
 from .submission import submit
-from .tenants import tenant_of
+from .tenants import owner_of
 
 _OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 _MAX_TOKENS = re.compile(r"\bmax_tokens\b")
@@ -63,7 +63,7 @@ class Asked:
             fields,
             self.job.report,
             len(stream.prompt_token_ids),
-            tenant_of(request),
+            owner_of(request),
         )
         return state, stream
 
@@ -82,7 +82,7 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
     context.unknown_fields.notice(raw, KNOWN)
     context.check_model(body.model)
     given = parse_input(body.input)
-    items = (*_previous(store, body.previous_response_id, tenant_of(request)), *given)
+    items = (*_previous(store, body.previous_response_id, owner_of(request)), *given)
     is_stored = body.store is not False and store.is_on
     if body.background:
         _check_background(store, items)

@@ -20,7 +20,7 @@ from .responses_state import ResponseState
 from .responses_store import Entry, ResponseStore, Running, Stored
 from .schemas import body_schema
 from .streaming import EventStream, until_disconnect
-from .tenants import tenant_of
+from .tenants import owner_of
 
 
 def responses_router(context: Context, config: ServerConfig) -> APIRouter:
@@ -130,7 +130,7 @@ def _answer_later(
 
 
 def _found(store: ResponseStore, request: Request, response_id: str) -> Entry:
-    entry = store.get(response_id, tenant_of(request))
+    entry = store.get(response_id, owner_of(request))
     if entry is None:
         raise ResponseNotFoundError(
             f"No response with the id {response_id[:64]!r} is stored here.", param="response_id"

@@ -29,8 +29,8 @@ async def submit(
         RequestError, EngineNotReadyError, EngineDeadError: nothing was sent yet.
     """
     limit_s = timeout_s(request, context.request_timeout_s, is_awaited=is_awaited)
-    if (tenant := tenant_of(request)) is not None:
-        requests = [replace(one, tenant=tenant) for one in requests]
+    if (tenant := tenant_of(request.scope)) is not None:
+        requests = [replace(one, tenant=tenant.name, weight=tenant.weight) for one in requests]
     streams = await context.engine.submit(requests)
     if limit_s is None:
         return streams

@@ -203,6 +203,7 @@ class Admitter:
         if request.scheduled_time is None:
             request.scheduled_time = self._clock()
             self._begun.append(request)
+            self._table.begun(request)
             self._count_hits(request, matches[0])
         self._start(leader, matches[0], draft, is_back=is_back)
         if is_back:

@@ -34,6 +34,8 @@ class NewRequest:
     cache_salt: str | None = None
     resume: tuple[ResumedSequence, ...] = ()
     pooling: PoolingParams | None = None  # the prompt's embedding is wanted; nothing is drawn
+    tenant: str | None = None  # who pays, with the policy "fair"
+    weight: float = 1.0  # the tenant's share, against others'
 
 
 class SequenceUpdate(NamedTuple):

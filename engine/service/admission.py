@@ -110,6 +110,8 @@ class Admission:
             _own_salt(request),
             request.resume,
             request.pooling,
+            request.tenant,
+            request.weight,
         )
         is_cut = request.max_prompt_tokens is not None
         if request.echo and (text is None or is_cut):
@@ -248,8 +250,7 @@ class Admission:
             )
         if priority and self._info.scheduling_policy != "priority":
             raise NotSupportedError(
-                "priority needs --scheduling-policy priority: here requests run first come, first "
-                "served.",
+                "priority needs --scheduling-policy priority: here it has no meaning.",
                 param="priority",
             )
 

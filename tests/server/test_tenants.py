@@ -35,16 +35,16 @@ def put(path: Path, text: str) -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
-    path.write_text("# who  key\n\nann  sk-ann\nann sk-ann-2\nbob\tsk-bob\n")
+    path.write_text("# who  key\n\nann  sk-ann\nann sk-ann-2\nbob\tsk-bob 2.5\n")
     return path
 
 
 def test_names_of_keys(file: Path) -> None:
     keys = ApiKeys(("sk-flag", "sk-flag-2"), str(file))
     tenants = [keys.tenant(f"Bearer {k}".encode()) for k in ("sk-ann", "sk-ann-2", "sk-bob")]
-    assert tenants == ["ann", "ann", "bob"]
+    assert tenants == [("ann", 1.0), ("ann", 1.0), ("bob", 2.5)]
     flags = {keys.tenant(b"Bearer sk-flag"), keys.tenant(b"Bearer sk-flag-2")}
-    assert len(flags | {None, "ann", "bob"}) == 5
+    assert len(flags | {None, *tenants}) == 5
     assert keys.tenant(b"Bearer ann") is None
 
 
@@ -55,6 +55,8 @@ def test_names_of_keys(file: Path) -> None:
         ("# ann sk-hush\n", "no key"),
         ("ann sk-ann\nsk-hush\n", "line 2"),
         ("ann sk-hush sk-hush\n", "line 1"),
+        ("ann sk-hush 0\n", "line 1"),
+        ("ann sk-hush 2\nann sk-hush-2\n", "line 2"),
         ("a@b sk-hush\n", "line 1"),
         ("ann sk-hush\nbob sk-hush\n", "line 2"),
     ],
@@ -79,15 +81,15 @@ def test_a_changed_file_counts_and_a_broken_one_changes_nothing(
     other = file.with_name("other")
     other.write_text("cid sk-cid\n")
     other.replace(file)
-    assert keys.tenant(b"Bearer sk-cid") == "cid"
+    assert keys.tenant(b"Bearer sk-cid") == ("cid", 1.0)
     assert keys.tenant(b"Bearer sk-ann") is None
     with caplog.at_level(logging.ERROR):
         file.write_text("sk-hush\n")
-        assert keys.tenant(b"Bearer sk-cid") == "cid"
+        assert keys.tenant(b"Bearer sk-cid") == ("cid", 1.0)
     assert "line 1" in caplog.text
     assert "hush" not in caplog.text
     file.unlink()
-    assert keys.tenant(b"Bearer sk-cid") == "cid"
+    assert keys.tenant(b"Bearer sk-cid") == ("cid", 1.0)
 
 
 @pytest.mark.anyio
