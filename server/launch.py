@@ -28,7 +28,7 @@ from ..engine.config import EngineConfig, ServerConfig
 from ..engine.errors import EngineDeadError, EngineNotReadyError, EngineRefusedError, OctavoError
 from ..engine.logs import set_up_logging
 from .api_keys import ApiKeys, api_keys
-from .banner import Console, banner, watch_progress
+from .banner import Console, LoggedLines, banner, watch_progress
 from .drain import Drain
 from .flight_recorder import FlightRecorder
 from .listening import listening, tls_context, url_of
@@ -70,7 +70,8 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            console = Console(sys.stderr)
+            is_json = engine_config.execution.log_format == "json"
+            console = Console(LoggedLines() if is_json else sys.stderr)
             return runner.run(serve(engine, listener, server_config, names, console, tls, keys))
 
 

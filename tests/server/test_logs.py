@@ -14,6 +14,7 @@ from octavo.engine import logs
 from octavo.engine.config import ServerConfig
 from octavo.engine.stats import EngineStats
 from octavo.server.app import create_app
+from octavo.server.banner import Console, LoggedLines
 from octavo.server.flight_recorder import NUM_DUMPED, FlightRecorder
 from octavo.server.stats_line import StatsLine
 
@@ -42,6 +43,12 @@ def test_a_json_line_is_one_object() -> None:
         text = formatter.format(record("a", exc_info=True))
     assert "\n" not in text
     assert "RuntimeError: broke" in json.loads(text)["exception"]
+
+
+def test_what_is_for_a_terminal_becomes_lines(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Console(LoggedLines()).write("octavo is ready\n  URL  x\n\n")
+    assert [r.message for r in caplog.records] == ["octavo is ready", "URL  x"]
 
 
 @pytest.mark.anyio
