@@ -133,6 +133,8 @@ def _metric_row(family: Metric) -> str:
         further = [label for label in labels if label not in ("model_name", "engine", "le")]
         if "model_name" not in labels:
             further.append("no `model_name`")
+        if "engine" not in labels:
+            further.append("no `engine`")
     else:
         further = [label for label in labels if label != "le"]
     shown = ", ".join(label if "`" in label else f"`{label}`" for label in further)

@@ -377,6 +377,8 @@ class GenerationRequest:
     arrival_time: float  # time.monotonic() at the door
     priority: int = 0  # lower runs first, where the policy looks at it
     cache_salt: str | None = None  # requests share prefix blocks only within one salt
+    tenant: str | None = None  # whose it is; nor do they share them with another tenant's
+    weight: float = 1.0  # the tenant's share of the engine, where the policy looks at it
     resume: tuple[ResumedSequence, ...] = ()  # one per child; empty for a fresh request
     max_prompt_tokens: int | None = None  # a longer one is cut; -1: to what leaves room for output
     keeps_prompt_start: bool = False  # of a cut prompt, rather than its end
@@ -536,7 +538,7 @@ class EngineInfo:
     enable_prefix_caching: bool = True
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20  # alternatives that may be asked for; -1: any number
-    scheduling_policy: str = "fcfs"  # "priority": requests may have one
+    scheduling_policy: str = "fcfs"  # "priority": requests may have one; "fair"
     hidden_size: int = 0  # numbers in an embedding
     pooling_type: str = "last"  # of embeddings that ask for none
 

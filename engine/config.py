@@ -19,7 +19,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "fair")
+LOG_FORMATS = ("text", "json")
 
 Config = TypeVar("Config", bound="_Checked")
 
@@ -285,7 +286,8 @@ class SchedulerConfig(_Checked):
     scheduling_policy: str = option(
         "fcfs",
         "Order of requests. fcfs: first come, first served; priority: by the request's priority, a lower "
-        "number first, then first come, first served.",
+        "number first, then first come, first served; fair: API keys take turns, by their weights and the tokens "
+        "that they use.",
         choices=POLICIES,
     )
     priority_aging: float = option(
@@ -302,6 +304,22 @@ class SchedulerConfig(_Checked):
         "What becomes of the blocks of a preempted request: computed anew later, or moved to the host tier "
         "and back. auto: whichever is expected to be faster. Moving needs --swap-space.",
         choices=PREEMPTION_MODES,
+    )
+    max_num_queued_reqs: int | None = option(
+        None,
+        "Requests that may wait for a seat or for memory at a server; more are a 429. Each prompt of a call is one.",
+        kind="int",
+        unit="requests",
+        least=0,
+        default_text="no limit",
+    )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "Prompt tokens of requests that may wait at a server; more are a 429.",
+        kind="size",
+        unit="tokens",
+        least=0,
+        default_text="no limit",
     )
     check_invariants: bool = option(
         False,
@@ -323,6 +341,11 @@ class ExecutionConfig(_Checked):
         "reference: slow and obvious, for comparison. auto: triton on a GPU of compute capability 8.0 or "
         "later, cpu on a CPU if there is a C++ compiler, else torch.",
         choices=BACKENDS,
+    )
+    log_format: str = option(
+        "text",
+        "Form of a server's log lines, on stderr. json: one object each.",
+        choices=LOG_FORMATS,
     )
 
 
@@ -412,6 +435,15 @@ class ServerConfig(_Checked):
         least=0.0,
         most=3600.0,
     )
+    client_stall_timeout: float = option(
+        60.0,
+        "A client that takes nothing more of its answer, or sends nothing more of its request, for so long is cut "
+        "off; 0: never.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=1e6,
+    )
     enable_tokenizer_info_endpoint: bool = option(
         False, "Offer GET /tokenizer_info, which tells the chat template.", kind="bool"
     )
@@ -421,6 +453,12 @@ class ServerConfig(_Checked):
         kind="strs",
         default_text="no key is needed",
         secret=True,
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with a name and a key on each line, more of the keys that clients must send. It is read again when it "
+        "changes, and on SIGHUP.",
+        default_text="no file",
     )
     enable_debug_endpoints: bool = option(
         False,
@@ -471,10 +509,49 @@ class ServerConfig(_Checked):
         least=1.0,
         most=86400.0,
     )
+    request_timeout: float = option(
+        0.0,
+        "Time that a request may take, its wait in the queue included, before it is ended with an error; "
+        "clients may ask for less. 0: as long as it takes.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=1e6,
+    )
+    enable_log_requests: bool = option(
+        False,
+        "Log a line for each POST request when its answer has ended: route, status, time and the key's name, never "
+        "what it says.",
+        kind="bool",
+    )
+    stats_interval: float = option(
+        10.0,
+        "Time between two lines of statistics in the log; none while nothing happens. 0: never.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=1e6,
+    )
+    flight_recorder_steps: int = option(
+        256,
+        "Last steps of the engine that are kept for GET /debug/steps, and of which the end is logged when it dies.",
+        kind="int",
+        least=1,
+        most=100_000,
+    )
+    drain_delay: float = option(
+        0.0,
+        "Time after SIGTERM in which /ready is 503 already and requests are still taken, so that gateways "
+        "look elsewhere before anything is refused; Ctrl-C has none.",
+        kind="float",
+        unit="seconds",
+        least=0.0,
+        most=3600.0,
+    )
     shutdown_timeout: float = option(
         0.0,
-        "Time that running requests get to finish after Ctrl-C or SIGTERM, before they end with "
-        "finish reason 'abort'.",
+        "Time that running requests get to finish after Ctrl-C, or after SIGTERM and --drain-delay, before they end "
+        "with finish reason 'abort'.",
         kind="float",
         unit="seconds",
         least=0.0,

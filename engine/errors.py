@@ -48,10 +48,14 @@ class ModelNotFoundError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """The queue is full; the client may retry after ``retry_after_s``."""
+    """Too much waits here; the client may retry after ``retry_after_s``.
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    ``reason`` names the limit, as the metric of refusals does.
+    """
+
+    def __init__(self, message: str, *, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
+        self.reason = reason
         self.retry_after_s = retry_after_s
 
 

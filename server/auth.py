@@ -7,40 +7,14 @@ further), so no spelling opens a guarded route.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Sequence
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .api_keys import ApiKeys
 from .errors import Failure
 from .paths import route_path
+from .tenants import note_tenant
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/load", "/metrics"})
-
-
-class ApiKeys:
-    """The accepted keys, kept as digests."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = tuple(_digest(key.encode()) for key in keys)
-
-    def accepts(self, authorization: bytes) -> bool:
-        """Whether an ``Authorization`` header carries one of the keys.
-
-        Compares against every key, in constant time each: neither the time nor a non-ASCII byte
-        tells anything.
-        """
-        scheme, _, token = authorization.partition(b" ")
-        given = _digest(token.strip())
-        is_known = False
-        for digest in self._digests:
-            is_known |= hmac.compare_digest(given, digest)
-        return is_known and scheme.lower() == b"bearer"
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/startup", "/version", "/load", "/metrics"})
 
 
 class AuthMiddleware:
@@ -55,7 +29,9 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         header = next((v for k, v in scope["headers"] if k == b"authorization"), None)
-        if header is not None and self._keys.accepts(header):
+        tenant = None if header is None else self._keys.tenant(header)
+        if tenant is not None:
+            note_tenant(scope, tenant)
             await self._app(scope, receive, send)
             return
         await _refusal(is_missing=header is None).response()(scope, receive, send)

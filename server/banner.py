@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
 import shlex
 from contextlib import suppress
 from typing import TextIO
@@ -14,11 +16,23 @@ from ..engine.errors import EngineNotReadyError
 POLL_S = 0.1
 _LABEL_WIDTH = 18
 
+logger = logging.getLogger(__name__)
+
+
+class LoggedLines(io.TextIOBase):
+    """What is for a terminal, as lines of the log: where every line has to be one."""
+
+    def write(self, text: str) -> int:
+        """Log the lines of ``text`` that are not blank."""
+        for line in filter(None, map(str.strip, text.splitlines())):
+            logger.info("%s", line)
+        return len(text)
+
 
 class Console:
     """Standard error, or nothing where it is closed or full: that is no reason to end a server."""
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO | LoggedLines | None) -> None:
         self._stream = stream
         self.is_terminal = stream is not None and stream.isatty()
 

@@ -21,6 +21,7 @@ class Context:
     metrics: Metrics
     drain: Drain
     keep_alive_interval_s: float = 0.0  # of silent streams; 0: no comments
+    request_timeout_s: float = 0.0  # 0: requests take as long as they take
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -44,7 +45,7 @@ class Context:
         Raises:
             EngineNotReadyError, EngineDeadError: it should not.
         """
-        self.drain.check_accepting()
+        self.drain.check_ready()
         self.engine.check_ready()
 
     def check_model(self, name: str | None) -> None:

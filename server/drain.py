@@ -1,6 +1,7 @@
 """Which requests are in progress, and whether more may come.
 
-At shutdown the port stays open but generation is refused, until those in progress are done or their
+A shutdown begins with a while in which nothing is refused, so that gateways learn of it by ``/ready`` before
+requests fail. Then the port stays open but generation is refused, until those in progress are done or their
 time is up.
 """
 
@@ -17,7 +18,8 @@ class Drain:
     """Counts requests in progress."""
 
     def __init__(self) -> None:
-        self.is_draining = False
+        self._is_announced = False
+        self.is_draining = False  # it takes nothing new
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -27,13 +29,31 @@ class Drain:
         """Requests in progress."""
         return self._num_active
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the server will end, so that gateways should look for another."""
+        return self._is_announced or self.is_draining
+
+    def announce(self) -> None:
+        """The server will end, and takes requests for now."""
+        self._is_announced = True
+
     def check_accepting(self) -> None:
+        """Return while requests are taken.
+
+        Raises:
+            EngineNotReadyError: they are not any more.
+        """
+        if self.is_draining:
+            raise EngineNotReadyError("The server is shutting down.")
+
+    def check_ready(self) -> None:
         """Return unless the server is shutting down.
 
         Raises:
-            EngineNotReadyError: it is.
+            EngineNotReadyError: it is, be it that requests are still taken.
         """
-        if self.is_draining:
+        if self.is_stopping:
             raise EngineNotReadyError("The server is shutting down.")
 
     def enter(self) -> None:

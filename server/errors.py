@@ -9,7 +9,7 @@ routes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from ..engine.errors import (
 from . import response_headers
 
 NOT_READY_RETRY_S = 2
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would send it again by themselves
 CLIENT_CLOSED_REQUEST = 499  # never seen by a client; counted in http_requests_total
 
 _TYPES = {
@@ -41,10 +42,12 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 _CODES = {
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_stalled",
     413: "request_too_large",
     415: "unsupported_media_type",
 }
@@ -56,6 +59,10 @@ class GenerationFailedError(RequestError):
 
 class ResponseNotFoundError(RequestError):
     """The path names a response that is not stored: a 404."""
+
+
+class RequestTimeoutError(GenerationFailedError):
+    """A request's time is up before it has ended: a 504."""
 
 
 class NothingToDrawError(GenerationFailedError):
@@ -115,6 +122,8 @@ def describe(error: OctavoError) -> Failure:
         return Failure(400, error.message, error.param, error.code)
     if isinstance(error, NothingToDrawError):
         return Failure(400, error.message, code="nothing_to_draw")
+    if isinstance(error, RequestTimeoutError):
+        return Failure(504, error.message, code="request_timeout", headers=NO_RETRY)
     if isinstance(error, GenerationFailedError):
         return Failure(500, error.message, error.param, error.code or "generation_failed")
     if isinstance(error, EngineNotReadyError):
@@ -163,12 +172,22 @@ def field_path(parts: Sequence[str | int]) -> str:
     return path
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: FastAPI, on_overload: Callable[[str], None]) -> None:
     """Make every exception that leaves a route an answer in the one shape.
 
     The last resort answers 500 without detail; the framework raises the exception on, so that the
     traceback is logged by the HTTP server.
+
+    Args:
+        on_overload: Told of every request that is refused for want of room, and by which limit.
     """
+
+    async def on_overloaded(request: Request, error: Exception) -> Response:
+        if isinstance(error, OverloadedError):
+            on_overload(error.reason)
+        return await _on_octavo_error(request, error)
+
+    app.add_exception_handler(OverloadedError, on_overloaded)
     app.add_exception_handler(OctavoError, _on_octavo_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

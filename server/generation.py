@@ -32,6 +32,7 @@ from .reports import NOTHING, PromptReport, Report, Tokens, output_tokens
 from .request_ids import engine_request_ids
 from .sent_names import SentNames, named_as_sent
 from .streaming import LiveEventStream, until_disconnect
+from .submission import submit
 from .wire import DONE, Choice, Usage, Wire, error_event
 
 
@@ -71,7 +72,7 @@ async def answer(context: Context, request: Request, job: Job, wire: Wire) -> Re
             f"stream must be false with {name}: the best is known only at the end.", param="stream"
         )
     with named_as_sent(job.sent_names):
-        streams = await context.engine.submit(engine_requests(job))
+        streams = await submit(context, request, engine_requests(job))
     if job.is_streamed:
         events = _Events(streams, job, wire)
         return LiveEventStream(

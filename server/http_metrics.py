@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .paths import route_path
+from .tenants import tenant_of
+
+logger = logging.getLogger(__name__)
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_UNCOUNTED = frozenset({"/health", "/ping", "/ready", "/version", "/load", "/metrics"})
+_UNCOUNTED = frozenset({"/health", "/ping", "/ready", "/startup", "/version", "/load", "/metrics"})
 
 
 class HttpMetrics:
@@ -39,11 +43,16 @@ class HttpMetrics:
 
 
 class HttpMetricsMiddleware:
-    """Feeds :class:`HttpMetrics`; probes and scrapes are not counted."""
+    """Feeds :class:`HttpMetrics`; probes and scrapes are not counted.
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+    Args:
+        is_logged: Log a line for each POST request too.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, *, is_logged: bool = False) -> None:
         self._app = app
         self._metrics = metrics
+        self._is_logged = is_logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or route_path(scope) in _UNCOUNTED:
@@ -61,4 +70,9 @@ class HttpMetricsMiddleware:
             await self._app(scope, receive, watched)
         finally:
             handler = getattr(scope.get("route"), "path", "none")
-            self._metrics.observe(handler, scope["method"], status, time.perf_counter() - start)
+            took_s = time.perf_counter() - start
+            self._metrics.observe(handler, scope["method"], status, took_s)
+            if self._is_logged and scope["method"] == "POST":
+                tenant = tenant_of(scope)
+                whose = "nobody" if tenant is None else tenant.name
+                logger.info("POST %s %d in %.0f ms for %s", handler, status, took_s * 1e3, whose)

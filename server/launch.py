@@ -4,9 +4,9 @@ The order is the point. The socket is bound first, so that a port in use is repo
 is loaded and early clients queue. Then the engine process is started, and only then are the web
 libraries imported, while the model loads. The port answers during the load: alive, not ready.
 
-Ends in three ways. A first signal refuses new generation, gives running requests their time, closes
-the engine and exits with 0; a second one waits for nothing. If the engine dies once too often, live
-streams get their error and the process exits with 1.
+Ends in three ways. A first signal makes the server not ready, refuses new generation after a while, gives running
+requests their time, closes the engine and exits with 0; a second one waits for nothing. If the engine dies once too often,
+live streams get their error and the process exits with 1.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.config import EngineConfig, ServerConfig, Supervision
-from ..engine.errors import EngineDeadError, EngineRefusedError, OctavoError
-from .banner import Console, banner, watch_progress
+from ..engine.errors import EngineDeadError, EngineNotReadyError, EngineRefusedError, OctavoError
+from ..engine.logs import set_up_logging
+from .api_keys import ApiKeys, api_keys
+from .banner import Console, LoggedLines, banner, watch_progress
 from .drain import Drain
+from .flight_recorder import FlightRecorder
 from .listening import listening, tls_context, url_of
+from .stats_line import log_stats
 
 if TYPE_CHECKING:
     import uvicorn
@@ -53,11 +58,11 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         The process's exit code.
 
     Raises:
-        ConfigError: the port cannot be bound, or the model cannot be opened.
+        ConfigError: the port cannot be bound, or the model or a file of keys cannot be opened.
     """
-    _set_up_logging(server_config.log_level)
+    _set_up_logging(server_config.log_level, engine_config.execution.log_format)
     names = model_names(engine_config.model.model, server_config)
-    tls = tls_context(server_config)
+    tls, keys = tls_context(server_config), api_keys(server_config)
     with listening(server_config) as listener:
         from ..engine.build import start_engine
 
@@ -70,8 +75,9 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            console = Console(sys.stderr)
-            return runner.run(serve(engine, listener, server_config, names, console, tls))
+            is_json = engine_config.execution.log_format == "json"
+            console = Console(LoggedLines() if is_json else sys.stderr)
+            return runner.run(serve(engine, listener, server_config, names, console, tls, keys))
 
 
 def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
@@ -91,6 +97,7 @@ async def serve(
     names: tuple[str, ...],
     out: Console,
     tls: ssl.SSLContext | None = None,
+    keys: ApiKeys | None = None,
 ) -> int:
     """Answer on ``listener`` until a signal or the engine's death, then end the engine.
 
@@ -101,53 +108,75 @@ async def serve(
         names: Served model names.
         out: Where progress and the banner go.
         tls: Speaks HTTPS with it.
+        keys: That clients need; if they are not given, those of ``config``.
 
     Returns:
         The exit code.
     """
-    signals = _Signals(asyncio.get_running_loop())
+    keys = keys or api_keys(config)
+    has_file = keys is not None and config.api_key_file is not None
+    signals = _Signals(asyncio.get_running_loop(), keys.reload if keys and has_file else None)
     await engine.start()
     drain = Drain()
-    server = _make_server(engine, config, names, drain, tls)
+    recorder = FlightRecorder(config.flight_recorder_steps)
+    server = _make_server(engine, config, names, drain, tls, keys, recorder)
     url = url_of(config, listener)
     out.write(f"octavo: listening on {url}, loading {names[0]}\n")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     died = asyncio.create_task(engine.wait_dead())
     announced = asyncio.create_task(_announce(engine, config, names[0], url, out))
     stopped = asyncio.create_task(signals.first.wait())
+    helpers: list[asyncio.Task[Any]] = [announced, died, stopped, serving]
+    if config.stats_interval:
+        helpers.append(asyncio.create_task(log_stats(engine, config.stats_interval)))
     try:
         await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
         announced.cancel()
         if not died.done() and not serving.done():
-            await _drain(drain, signals, died, config.shutdown_timeout)
+            delay_s = config.drain_delay if signals.is_orderly and _is_ready(engine) else 0.0
+            await _drain(drain, signals, died, delay_s, config.shutdown_timeout)
+        if died.done():
+            recorder.dump()
         return await _end(engine, server, serving, is_dead=died.done(), out=out)
     finally:
-        for task in (announced, died, stopped, serving):
+        for task in helpers:
             task.cancel()
-        await asyncio.gather(announced, died, stopped, serving, return_exceptions=True)
+        await asyncio.gather(*helpers, return_exceptions=True)
         signals.restore()
 
 
 class _Signals:
-    """SIGINT and SIGTERM as events; the second one also sets a deadline on the whole process."""
+    """SIGINT and SIGTERM as events; the second one also sets a deadline on the whole process.
+
+    Args:
+        on_hangup: Called upon SIGHUP, which otherwise ends the process as usual.
+    """
 
     _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_hangup: Callable[[], None] | None
+    ) -> None:
         self.first = asyncio.Event()
+        self.is_orderly = False  # the first one was an orchestrator's, not a person's Ctrl-C
         self.second = asyncio.Event()
         self._loop = loop
         for number in self._HANDLED:
-            loop.add_signal_handler(number, self._received)
+            loop.add_signal_handler(number, self._received, number)
+
+        if on_hangup is not None:
+            loop.add_signal_handler(signal.SIGHUP, on_hangup)
 
     def restore(self) -> None:
-        for number in self._HANDLED:
+        for number in (*self._HANDLED, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
 
-    def _received(self) -> None:
+    def _received(self, number: int) -> None:
         if self.first.is_set():
             self.second.set()
             self._loop.call_later(SECOND_SIGNAL_S, os._exit, 130)
+        else:
+            self.is_orderly = number == signal.SIGTERM
         self.first.set()
 
 
@@ -157,6 +186,8 @@ def _make_server(
     names: tuple[str, ...],
     drain: Drain,
     tls: ssl.SSLContext | None,
+    keys: ApiKeys | None,
+    recorder: FlightRecorder,
 ) -> uvicorn.Server:
     import uvicorn
 
@@ -169,7 +200,7 @@ def _make_server(
         def capture_signals(self) -> Any:
             return nullcontext()
 
-    app = create_app(engine, config, names, drain=drain)
+    app = create_app(engine, config, names, drain=drain, keys=keys, recorder=recorder)
     http = uvicorn.Config(
         app,
         http=HeaderLimitProtocol,
@@ -196,19 +227,34 @@ async def _announce(
         return  # said by the end of serve
     gc.collect()
     gc.freeze()  # libraries, routes and tokenizer stay: a collection need not visit them, nor hold up the loop
-    needs_key = bool(config.api_key)
+    needs_key = bool(config.api_key or config.api_key_file)
     out.write(banner(engine.info, model_name, url, needs_key=needs_key))
 
 
 async def _drain(
-    drain: Drain, signals: _Signals, died: asyncio.Task[None], timeout_s: float
+    drain: Drain,
+    signals: _Signals,
+    died: asyncio.Task[None],
+    delay_s: float,
+    timeout_s: float,
 ) -> None:
-    """Refuse new requests and wait for running ones, as long as there is a point in waiting."""
+    """Take new requests for a while, then refuse them and wait for running ones, if there is a point in it."""
+    drain.announce()
+    hurry, first = asyncio.create_task(signals.second.wait()), asyncio.FIRST_COMPLETED
+    await asyncio.wait({hurry, died}, timeout=delay_s, return_when=first)
     drain.is_draining = True
-    waits = {asyncio.create_task(drain.wait_idle()), asyncio.create_task(signals.second.wait())}
-    await asyncio.wait({*waits, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in waits:
+    idle = asyncio.create_task(drain.wait_idle())
+    await asyncio.wait({idle, hurry, died}, timeout=timeout_s, return_when=first)
+    for task in (idle, hurry):
         task.cancel()
+
+
+def _is_ready(engine: Engine) -> bool:
+    try:
+        engine.check_ready()
+    except EngineNotReadyError:
+        return False
+    return True
 
 
 async def _end(
@@ -247,10 +293,8 @@ def _report_death(engine: Engine, out: Console) -> int:
     return code
 
 
-def _set_up_logging(level: str) -> None:
-    """Plain lines on stderr. The HTTP server's own remarks count only as warnings."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+def _set_up_logging(level: str, form: str) -> None:
+    """Lines on stderr. The HTTP server's own remarks count only as warnings."""
+    set_up_logging(level, form, "server")
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)

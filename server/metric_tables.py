@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..engine.stats import EngineStats, HistogramCounts
+from .responses_metrics import STORE_REASON
 
 Read = Callable[[EngineStats], float]
+
+REJECTION_REASONS = (
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "engine_restarting",
+    STORE_REASON,
+)
 
 
 def _usage(stats: EngineStats) -> float:

@@ -37,6 +37,7 @@ from .metric_tables import (
     LATENCY_BUCKETS,
     N_BUCKETS,
     PREEMPTION_BUCKETS,
+    REJECTION_REASONS,
     TTFT_BUCKETS,
     Read,
     one_two_five,
@@ -70,13 +71,18 @@ class _RunningTotal:
 class Metrics:
     """The registry, and the :class:`~octavo.engine.stats.StatsSink` that fills it.
 
-    Histograms whose buckets end at the model's window, and ``vllm:cache_config_info``, appear once
+    ``on_stats`` is handed every snapshot too. Histograms whose buckets end at the model's window, and ``vllm:cache_config_info``, appear once
     the engine is ready.
     """
 
     content_type = CONTENT_TYPE
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model_name: str,
+        on_stats: Callable[[EngineStats], None] = lambda _: None,
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._exposition = Exposition(self.registry)
@@ -84,6 +90,7 @@ class Metrics:
         GCCollector(registry=self.registry)
         self.http = HttpMetrics(self.registry)
         self._engine = engine
+        self._on_stats = on_stats
         self._values = (model_name, ENGINE_INDEX)
         labels = dict(zip(_LABELS, self._values, strict=True))
         self.responses = ResponseMetrics(self.registry, labels)
@@ -91,6 +98,9 @@ class Metrics:
         self._gauges = [(self._gauge(name, text), read) for name, text, read in GAUGES]
         self._totals = [_RunningTotal(self._counter(n, text), read) for n, text, read in COUNTERS]
         self._block_times = [(self._block_time(n, text), read) for n, text, read in BLOCK_TIMES]
+        self._timeouts = self._counter(
+            "octavo:request_timeouts", "Requests ended because their time was up."
+        )
         self._make_labelled()
         self._make_latencies()
         self._lengths: dict[str, Histogram] | None = None
@@ -114,6 +124,7 @@ class Metrics:
         self.record_stats(stats)
 
     def record_stats(self, stats: EngineStats) -> None:
+        self._on_stats(stats)
         if stats.epoch != self._epoch:
             self._start_epoch(stats.epoch)
         for gauge, read in self._gauges:
@@ -130,6 +141,14 @@ class Metrics:
             total.restart()
         for histogram, _ in self._block_times:
             histogram.restart()
+
+    def refused(self, reason: str) -> None:
+        """A request was refused because the limit that ``reason`` names is reached."""
+        self._rejections[reason].inc()
+
+    def timed_out(self) -> None:
+        """A request's time was up before it had ended."""
+        self._timeouts.inc()
 
     def record_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
@@ -169,6 +188,15 @@ class Metrics:
         )
         reasons = (*FinishReason, "repetition")
         self._success = {reason: success(str(reason)) for reason in reasons}
+        rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests refused with 429, by the limit that was reached.",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
+        self._rejections = {
+            reason: rejections.labels(self._values[0], reason) for reason in REJECTION_REASONS
+        }
         for name, text, label, values in LABELLED_COUNTERS:
             of = self._labelled_counter(name, text, label)
             self._totals += [_RunningTotal(of(value), read) for value, read in values]

@@ -196,6 +196,9 @@ ROUTES: dict[tuple[str, str], Described] = {
     ("get", "/health"): Described({"status": "ok"}, statuses=(503,)),
     ("get", "/ping"): Described({"status": "ok"}, statuses=(503,)),
     ("get", "/ready"): Described({"status": "ready"}, statuses=(503,)),
+    ("get", "/startup"): Described(
+        {"status": "started", "stage": "ready", "percent": 100}, statuses=(503,)
+    ),
     ("get", "/load"): Described({"server_load": 3}, statuses=()),
     ("get", "/version"): Described({"version": "1.0.0"}, statuses=()),
     ("get", "/metrics"): Described(
@@ -206,6 +209,7 @@ ROUTES: dict[tuple[str, str], Described] = {
     ("get", "/debug/kv"): Described(
         {"num_blocks": 1, "block_size": 16, "blocks": [], "sequences": []}, statuses=(401, 503)
     ),
+    ("get", "/debug/steps"): Described({"steps": []}, statuses=(401,)),
     ("post", "/reset_prefix_cache"): Described({"success": True}, statuses=(401, 503)),
 }
 

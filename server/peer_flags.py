@@ -57,8 +57,6 @@ PEER_FLAGS: dict[str, str] = {
     "--long-prefill-token-threshold": "see --max-num-batched-tokens",
     "--async-scheduling": "steps run one after the other",
     "--stream-interval": "every token is sent as it comes",
-    "--max-num-queued-reqs": "the queue has no limit of its own",
-    "--max-num-queued-tokens": "the queue has no limit of its own",
     "--scheduler-reserve-full-isl": "see --watermark",
     # parallel
     "--tensor-parallel-size": _ONE_DEVICE,
@@ -122,7 +120,6 @@ PEER_FLAGS: dict[str, str] = {
     "--enable-force-include-usage": _IN_BODY + ", by stream_options.include_usage",
     "--enable-server-load-tracking": "/load always counts",
     "--enable-per-request-metrics": "see /metrics",
-    "--enable-log-requests": _SILENT,
     "--disable-log-requests": _SILENT,
     "--enable-log-outputs": _SILENT,
     "--max-log-len": _SILENT,

@@ -63,6 +63,15 @@ class BodyWriter:
             cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
         )
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Written, and not taken by the client's side yet."""
+        return self._cycle.transport.get_write_buffer_size()
+
+    def cut(self) -> None:
+        """Close the connection at once, whatever has not been sent."""
+        self._cycle.transport.abort()
+
     def write(self, data: bytes) -> None:
         """Send ``data``, which is not empty, as one chunk."""
         self._outbox.put(self._cycle.transport, b"%x\r\n%b\r\n" % (len(data), data))

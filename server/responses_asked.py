@@ -22,6 +22,8 @@ from .responses_store import ResponseStore
 from .responses_truncation import fitted
 from .sampling import sampling_params
 from .sent_names import SentNames, named_as_sent
+from .submission import submit
+from .tenants import owner_of
 
 _NAMES: SentNames = {"max_tokens": "max_output_tokens", "messages": "input"}
 _CONTINUABLE = (Status.COMPLETED, Status.INCOMPLETE)
@@ -36,19 +38,30 @@ class Asked:
     job: Job
     is_stored: bool
 
-    async def submit(self, context: Context) -> tuple[ResponseState, RequestStream]:
+    async def submit(
+        self, context: Context, request: Request
+    ) -> tuple[ResponseState, RequestStream]:
         """Let the engine begin.
 
         Raises:
             RequestError, EngineNotReadyError, EngineDeadError: it does not.
         """
         with named_as_sent(self.job.sent_names):
-            (stream,) = await context.engine.submit(engine_requests(self.job))
+            (stream,) = await submit(
+                context,
+                request,
+                engine_requests(self.job),
+                is_awaited=not self.body.background,
+            )
         fields = asked_fields(
             self.body, self.job.sampling, context.model_name, is_stored=self.is_stored
         )
         state = ResponseState(
-            new_response_id(), fields, self.job.report, len(stream.prompt_token_ids)
+            new_response_id(),
+            fields,
+            self.job.report,
+            len(stream.prompt_token_ids),
+            owner_of(request),
         )
         return state, stream
 
@@ -67,7 +80,7 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
     context.unknown_fields.notice(raw, KNOWN)
     context.check_model(body.model)
     given = parse_input(body.input)
-    items = (*_previous(store, body.previous_response_id), *given)
+    items = (*_previous(store, body.previous_response_id, owner_of(request)), *given)
     is_stored = body.store is not False and store.is_on
     if body.background:
         _check_background(store, items)
@@ -93,11 +106,11 @@ async def understood(context: Context, store: ResponseStore, request: Request) -
     return Asked(body, items, job, is_stored)
 
 
-def _previous(store: ResponseStore, response_id: str | None) -> Sequence[Item]:
+def _previous(store: ResponseStore, response_id: str | None, owner: str | None) -> Sequence[Item]:
     """The conversation that is continued, the answer included."""
     if response_id is None:
         return ()
-    entry = store.get(response_id)
+    entry = store.get(response_id, owner)
     if entry is None:
         raise InvalidRequestError(
             f"previous_response_id {response_id[:64]!r} is not stored here: it never was, or it was deleted or "

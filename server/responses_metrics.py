@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+STORE_REASON = "response_store"
+"""Why a response in the background is refused, in the metric of refusals."""
+
 
 class ResponseMetrics:
     """Gauges of the store and a counter of what it had no room for."""

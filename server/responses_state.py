@@ -79,12 +79,19 @@ class ResponseState:
         asked: See :func:`asked_fields`.
         report: What is told of the tokens.
         num_prompt_tokens: Of the whole prompt.
+        owner: The tenant who asked; nobody else sees it.
     """
 
     def __init__(
-        self, response_id: str, asked: Mapping[str, Any], report: Report, num_prompt_tokens: int
+        self,
+        response_id: str,
+        asked: Mapping[str, Any],
+        report: Report,
+        num_prompt_tokens: int,
+        owner: str | None = None,
     ) -> None:
         self.id = response_id
+        self.owner = owner
         self.item_id = new_item_id()
         self.usage = Usage(prompt_tokens=num_prompt_tokens)
         self.report = report

@@ -18,7 +18,7 @@ from ..engine.api import RequestStream
 from ..engine.errors import InvalidRequestError, OverloadedError
 from .responses_events import EventLog, EventWriter
 from .responses_items import Item
-from .responses_metrics import ResponseMetrics
+from .responses_metrics import STORE_REASON, ResponseMetrics
 from .responses_state import ResponseState, Status
 
 
@@ -33,6 +33,7 @@ class Stored:
     items: Sequence[Item]  # the conversation up to it
     output: Sequence[Item]
     log: EventLog | None = None
+    owner: str | None = None
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +45,10 @@ class Stored:
     def of(cls, state: ResponseState, items: Sequence[Item], log: EventLog | None) -> Stored:
         """What stays of a response."""
         body = msgspec.json.encode(state.as_dict())
-        return cls(state.id, state.status, state.is_background, body, items, state.items(), log)
+        output = state.items()
+        return cls(
+            state.id, state.status, state.is_background, body, items, output, log, state.owner
+        )
 
 
 @dataclass(eq=False)
@@ -73,6 +77,10 @@ class Running:
     @property
     def id(self) -> str:
         return self.state.id
+
+    @property
+    def owner(self) -> str | None:
+        return self.state.owner
 
     @property
     def status(self) -> Status:
@@ -116,12 +124,14 @@ class ResponseStore:
     def _num_running_bytes(self) -> int:
         return sum(running.num_bytes for running in self._running.values())
 
-    def get(self, response_id: str) -> Entry | None:
-        """The response, which is then the most recently used."""
+    def get(self, response_id: str, owner: str | None) -> Entry | None:
+        """The response, if it is ``owner``'s; it is then the most recently used."""
+        entry = self._ended.get(response_id) or self._running.get(response_id)
+        if entry is None or entry.owner != owner:
+            return None
         if response_id in self._ended:
             self._ended.move_to_end(response_id)
-            return self._ended[response_id]
-        return self._running.get(response_id)
+        return entry
 
     def check_room(self, items: Sequence[Item]) -> None:
         """Return if one more response with this conversation can be generated in the background.
@@ -141,7 +151,8 @@ class ResponseStore:
         if is_full or self._num_running_bytes + num_bytes > self._max_bytes:
             raise OverloadedError(
                 f"{len(self._running)} responses are being generated in the background, and the store "
-                "has no room for another (--response-store-size, --response-store-bytes)."
+                "has no room for another (--response-store-size, --response-store-bytes).",
+                reason=STORE_REASON,
             )
 
     def begin(self, running: Running) -> None:

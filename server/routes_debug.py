@@ -1,4 +1,4 @@
-"""What is for people who look inside: ``GET /debug/kv`` and ``POST /reset_prefix_cache``.
+"""What is for people who look inside: ``GET /debug/kv``, ``GET /debug/steps``, ``POST /reset_prefix_cache``.
 
 Only there with ``--enable-debug-endpoints``; with ``--api-key``, behind it.
 """
@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from .context import Context
 from .errors import json_response
+from .flight_recorder import FlightRecorder
 from .streaming import until_disconnect
 
 
-def debug_router(context: Context) -> APIRouter:
+def debug_router(context: Context, recorder: FlightRecorder) -> APIRouter:
     """The routes, over their collaborators."""
     router = APIRouter(tags=["debug"])
 
@@ -30,6 +31,11 @@ def debug_router(context: Context) -> APIRouter:
                 "sequences": snapshot.sequences,
             }
         )
+
+    @router.get("/debug/steps")
+    async def get_steps() -> Response:
+        """The engine's last steps, from memory: it is not asked."""
+        return json_response({"steps": recorder.steps()})
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> Response:

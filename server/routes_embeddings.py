@@ -26,6 +26,7 @@ from .request_headers import priority
 from .request_ids import request_id
 from .schemas import body_schema, parse
 from .streaming import until_disconnect
+from .submission import submit
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -48,7 +49,7 @@ def embeddings_router(context: Context) -> APIRouter:
         context.check_accepting()
         raw = await read_json(request)
         job = _understood(context, request, raw, arrival_time)
-        streams = await context.engine.submit(embedding_requests(job))
+        streams = await submit(context, request, embedding_requests(job))
         try:
             return await until_disconnect(request.receive, embedding_answer(streams, job))
         finally:

@@ -1,6 +1,7 @@
 """What operators and orchestrators ask: is it alive, ready, how busy, which version.
 
-``/health`` says whether the process should live, ``/ready`` whether it should get requests.
+``/health`` says whether the process should live, ``/ready`` whether it should get requests, ``/startup`` how far
+its start has come.
 ``/ping`` is ``/health`` by the name that SageMaker knows.
 """
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from .. import __version__
 from ..engine.errors import EngineDeadError, EngineNotReadyError
 from .context import Context
-from .errors import Failure, describe, json_response
+from .errors import NOT_READY_RETRY_S, Failure, describe, json_response
 
 
 def ops_router(context: Context) -> APIRouter:
@@ -32,12 +33,27 @@ def ops_router(context: Context) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:
-        """200 when requests are computed; 503 with the load's progress before and between two engines."""
+        """200 when requests are computed; 503 before, between two engines, and from a shutdown's start on."""
         try:
             context.check_ready()
         except (EngineNotReadyError, EngineDeadError) as error:
             return _not_ready(context, describe(error))
         return json_response({"status": "ready"})
+
+    @router.head("/startup", include_in_schema=False)
+    @router.get("/startup")
+    async def startup() -> Response:
+        """200 when the start is over; 503 with its stage and how much is done before."""
+        context.engine.check_alive()
+        progress = context.engine.progress
+        is_over = progress.stage == "ready"
+        content = {
+            "status": "started" if is_over else "starting",
+            "stage": progress.stage,
+            "percent": round(100 * progress.fraction),
+        }
+        headers = {} if is_over else {"Retry-After": str(NOT_READY_RETRY_S)}
+        return json_response(content, status=200 if is_over else 503, headers=headers)
 
     @router.get("/load")
     async def load() -> Response:
@@ -60,7 +76,7 @@ def ops_router(context: Context) -> APIRouter:
 def _not_ready(context: Context, failure: Failure) -> Response:
     progress = context.engine.progress
     content = {
-        "status": "stopping" if context.drain.is_draining else "not ready",
+        "status": "stopping" if context.drain.is_stopping else "not ready",
         "stage": progress.stage,
         "progress": round(progress.fraction, 3),
         **failure.body(),

@@ -20,6 +20,7 @@ from .responses_state import ResponseState
 from .responses_store import Entry, ResponseStore, Running, Stored
 from .schemas import body_schema
 from .streaming import EventStream, until_disconnect
+from .tenants import owner_of
 
 
 def responses_router(context: Context, config: ServerConfig) -> APIRouter:
@@ -34,7 +35,7 @@ def responses_router(context: Context, config: ServerConfig) -> APIRouter:
     async def create_response(request: Request) -> Response:
         """Answer a conversation: whole, streamed or in the background."""
         asked = await understood(context, store, request)
-        state, stream = await asked.submit(context)
+        state, stream = await asked.submit(context, request)
         if asked.body.background:
             return _answer_later(context, store, background, asked, state, stream)
         return await _answer(context, store, request, asked, state, stream)
@@ -43,7 +44,7 @@ def responses_router(context: Context, config: ServerConfig) -> APIRouter:
     async def get_response(request: Request, response_id: str) -> Response:
         """A stored response, or the events of one in the background."""
         query = parse_query(RetrieveQuery, request.query_params)
-        entry = _found(store, response_id)
+        entry = _found(store, request, response_id)
         if query.stream:
             return _events_of(context, entry, query.starting_after)
         if query.starting_after is not None:
@@ -51,9 +52,9 @@ def responses_router(context: Context, config: ServerConfig) -> APIRouter:
         return _as_stored(entry)
 
     @router.post("/v1/responses/{response_id}/cancel")
-    async def cancel_response(response_id: str) -> Response:
+    async def cancel_response(request: Request, response_id: str) -> Response:
         """End a response in the background. One that has ended stays as it is."""
-        entry = _found(store, response_id)
+        entry = _found(store, request, response_id)
         if not entry.is_background:
             raise InvalidRequestError(
                 "Only a response that was created with background=true can be cancelled.",
@@ -64,9 +65,9 @@ def responses_router(context: Context, config: ServerConfig) -> APIRouter:
         return _as_stored(entry)
 
     @router.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str) -> Response:
+    async def delete_response(request: Request, response_id: str) -> Response:
         """Forget a response; one in the background ends."""
-        entry = _found(store, response_id)
+        entry = _found(store, request, response_id)
         if isinstance(entry, Running):
             background.cancel(entry)
         store.delete(response_id)
@@ -78,7 +79,7 @@ def responses_router(context: Context, config: ServerConfig) -> APIRouter:
     async def list_input_items(request: Request, response_id: str) -> Response:
         """The conversation that a response answers, without instructions."""
         query = parse_query(InputItemsQuery, request.query_params)
-        return json_response(page(_found(store, response_id).items, query))
+        return json_response(page(_found(store, request, response_id).items, query))
 
     return router
 
@@ -128,8 +129,8 @@ def _answer_later(
     return _as_stored(running) if log is None else _events_of(context, running, None)
 
 
-def _found(store: ResponseStore, response_id: str) -> Entry:
-    entry = store.get(response_id)
+def _found(store: ResponseStore, request: Request, response_id: str) -> Entry:
+    entry = store.get(response_id, owner_of(request))
     if entry is None:
         raise ResponseNotFoundError(
             f"No response with the id {response_id[:64]!r} is stored here.", param="response_id"

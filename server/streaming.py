@@ -67,6 +67,13 @@ class BodyWriter(Protocol):
     def is_open(self) -> bool:
         """Whether the client takes more at once. Where it is false, the usual way waits or ends."""
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Written, and not taken by the client's side yet."""
+
+    def cut(self) -> None:
+        """Close the connection at once, whatever has not been sent."""
+
     def write(self, data: bytes) -> None:
         """Send a part that is not empty."""
 

@@ -67,6 +67,7 @@ class Admitter:
         self._counters = counters
         self._clock = clock
         self._watermark_blocks = int(limits.watermark * memory.pool.num_blocks)
+        self._begun: list[Request] = []
         self._wait: _Wait | None = None
         self._no_way: _NoWay | None = None
 
@@ -85,6 +86,11 @@ class Admitter:
             waiting.popleft()
             self._table.num_waiting -= len(request.unfinished)
             self._begin(request, matches, draft)
+
+    def take_begun(self) -> list[Request]:
+        """Requests that were admitted for the first time since the last call."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def victims(self) -> list[Request]:
         """Running requests to preempt so that the head of the queue can begin, the last in order first.
@@ -196,6 +202,8 @@ class Admitter:
             self._table.groups[request.request_id] = request
         if request.scheduled_time is None:
             request.scheduled_time = self._clock()
+            self._begun.append(request)
+            self._table.begun(request)
             self._count_hits(request, matches[0])
         self._start(leader, matches[0], draft, is_back=is_back)
         if is_back:

@@ -21,7 +21,7 @@ class SchedulerLimits:
     watermark: float = 0.0  # share of blocks
     preemption_mode: str = "auto"  # "recompute", "swap"
     max_mixed_prefill_tokens: int | None = None  # prompt tokens of a step that decodes too
-    policy: str = "fcfs"  # "priority"
+    policy: str = "fcfs"  # "priority", "fair"
     priority_aging_s: float = 0.0  # of waiting that is worth one step of priority; 0: strict
 
 

@@ -34,6 +34,8 @@ class NewRequest:
     cache_salt: str | None = None
     resume: tuple[ResumedSequence, ...] = ()
     pooling: PoolingParams | None = None  # the prompt's embedding is wanted; nothing is drawn
+    tenant: str | None = None  # who pays, with the policy "fair"
+    weight: float = 1.0  # the tenant's share, against others'
 
 
 class SequenceUpdate(NamedTuple):
@@ -44,7 +46,7 @@ class SequenceUpdate(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the user's stop id that ended it; None for an end id
-    scheduled_time: float | None = None  # monotonic seconds, with the first token
+    scheduled_time: float | None = None  # monotonic seconds, with the first update
     num_preemptions: int = 0  # of the request, so far
     logprobs: tuple[SampleLogprobs, ...] | None = None
     error: str | None = None

@@ -15,6 +15,7 @@ from ..memory.block_hash import HashChain, private_root_hash, root_hash
 from ..memory.block_table import SequenceBlocks
 from ..memory.kv_cache_manager import KVCacheManager
 from ..step import Fork
+from .fair_share import FairShare
 from .limits import SchedulingError
 from .request import NewRequest, Rank, Request, Sequence, SequenceStatus
 
@@ -26,12 +27,19 @@ class RequestTable:
         memory: of all sequences.
         is_by_priority: both queues are in order of rank, else of arrival and of admission.
         aging_s: of waiting that is worth one step of priority; 0: priorities are strict.
+        fair_share: ranks requests, in place of their priorities.
     """
 
     def __init__(
-        self, memory: KVCacheManager, *, is_by_priority: bool = False, aging_s: float = 0.0
+        self,
+        memory: KVCacheManager,
+        *,
+        is_by_priority: bool = False,
+        aging_s: float = 0.0,
+        fair_share: FairShare | None = None,
     ) -> None:
         self.memory = memory
+        self._fair_share = fair_share
         self.is_by_priority = is_by_priority
         self._aging_ns = int(aging_s * 1e9)
         self._num_added = 0
@@ -77,6 +85,8 @@ class RequestTable:
     def _rank(self, new: NewRequest) -> Rank:
         """All that wait grow older alike, so that a request's place among them never changes."""
         self._num_added += 1
+        if self._fair_share is not None:
+            return self._fair_share.tag(new), self._num_added
         if not self._aging_ns:
             return new.priority, self._num_added
         return new.priority * self._aging_ns + int(new.arrival_time * 1e9), self._num_added
@@ -107,7 +117,13 @@ class RequestTable:
     def forget(self, request: Request) -> None:
         """A request without unfinished sequences is over."""
         self.groups.pop(request.request_id, None)
-        self.requests.pop(request.request_id, None)
+        if self.requests.pop(request.request_id, None) is not None and self._fair_share is not None:
+            self._fair_share.ended(request)
+
+    def begun(self, request: Request) -> None:
+        """A request runs for the first time."""
+        if self._fair_share is not None:
+            self._fair_share.begun(request.rank[0])
 
     def end(self, sequence: Sequence, *, is_kept: bool = True) -> None:
         """A sequence is finished. The caller takes it out of ``running``."""

@@ -32,6 +32,9 @@ the order of admission holds of it: the budget is spent in its order, the last i
 never. If seats or blocks for the head of the queue are held by running requests of lower rank and priority,
 these are preempted for it. Sequences that decode get their token in every step, whatever their rank.
 
+**Fair shares.** With the policy ``fair`` the rank is a tag by which tenants take turns (``fair_share``). It orders as
+a priority does, but nothing running makes way for it.
+
 Must not know tensors, kernels, text or processes.
 """
 
@@ -46,13 +49,14 @@ from ..memory.kv_cache_manager import KVCacheManager
 from ..step import ExecutorRates, RowResult, StepPlan, StepResult
 from .admitter import Admitter
 from .beams import take_candidates
+from .fair_share import FairShare
 from .limits import SchedulerCounters, SchedulerLimits, SchedulingError
 from .preemption import Preemption, Rates
 from .request import NewRequest, Request, Sequence, SequenceStatus, SequenceUpdate
 from .request_table import RequestTable
 from .snapshot import kv_snapshot
 from .step_draft import StepDraft
-from .updates import appended, failed, pooled, scored, unsampled
+from .updates import appended, begun, failed, pooled, scored, unsampled
 
 
 class Scheduler:
@@ -74,8 +78,9 @@ class Scheduler:
         self._clock = clock
         self._table = table = RequestTable(
             memory,
-            is_by_priority=limits.policy == "priority",
+            is_by_priority=limits.policy != "fcfs",
             aging_s=limits.priority_aging_s,
+            fair_share=FairShare() if limits.policy == "fair" else None,
         )
         self._admitter = Admitter(table, memory, limits, self.counters, clock)
         self._preemption = Preemption(table, memory, limits, self.counters, self.rates)
@@ -253,6 +258,14 @@ class Scheduler:
         num_generated = sum(len(update.token_ids) for update in updates)
         self.counters.num_generation_tokens += num_generated
         return updates, num_prefill_tokens + num_generated
+
+    def begun(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """One update for each request that began in this step and that ``updates`` do not tell of."""
+        requests = self._admitter.take_begun()
+        if not requests:
+            return []
+        told = {update.request_id for update in updates if update.scheduled_time is not None}
+        return [begun(request) for request in requests if request.request_id not in told]
 
     def _fork_pending(self, plan: StepPlan) -> None:
         """Let the others of a request go their own way, where its prompt has been computed."""

@@ -10,6 +10,12 @@ from .beam_search import Hypothesis
 from .request import Request, Sequence, SequenceUpdate
 
 
+def begun(request: Request) -> SequenceUpdate:
+    """A request waits no more, and has no token yet."""
+    first = request.sequences[0].index
+    return SequenceUpdate(request.request_id, first, (), scheduled_time=request.scheduled_time)
+
+
 def failed(request: Request, index: int, error: str) -> SequenceUpdate:
     """The end of a request's sequence ``index``, whose row could not be sampled."""
     return SequenceUpdate(

@@ -105,9 +105,11 @@ class Admission:
             seed,
             request.arrival_time,
             request.priority,
-            request.cache_salt,
+            _own_salt(request),
             request.resume,
             request.pooling,
+            request.tenant,
+            request.weight,
         )
         is_cut = request.max_prompt_tokens is not None
         if request.echo and (text is None or is_cut):
@@ -246,8 +248,7 @@ class Admission:
             )
         if priority and self._info.scheduling_policy != "priority":
             raise NotSupportedError(
-                "priority needs --scheduling-policy priority: here requests run first come, first "
-                "served.",
+                "priority needs --scheduling-policy priority: here it has no meaning.",
                 param="priority",
             )
 
@@ -351,6 +352,13 @@ def _check_salt(salt: str | None) -> None:
         raise InvalidRequestError(
             "cache_salt must not hold '@', '/', '\\', NUL or half a character.", param="cache_salt"
         )
+
+
+def _own_salt(request: GenerationRequest) -> str | None:
+    """The request's salt, in its tenant's own space: no salt that a client may choose has an '@'."""
+    if request.tenant is None:
+        return request.cache_salt
+    return f"{request.tenant}@{request.cache_salt or ''}"
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:

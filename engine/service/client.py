@@ -62,6 +62,7 @@ from .frames import (
     to_wire,
 )
 from .output import RequestState
+from .queue_bounds import QueueBounds, Wanted
 from .supervisor import Supervisor
 from .vital_signs import Signs
 
@@ -127,6 +128,7 @@ class EngineClient(Engine):
         self._admission: Admission | None = None
         self._streams: dict[str, EngineStream] = {}
         self._handed: dict[str, EngineStream] = {}  # those that the engine has, by its own ids
+        self._bounds = QueueBounds(config.scheduler)
         self._questions: dict[int, asyncio.Future[KVSnapshot | None]] = {}
         self._question_ids = count()
         self._death: EngineDeadError | None = None
@@ -365,13 +367,20 @@ class EngineClient(Engine):
     async def submit(self, requests: Sequence[GenerationRequest]) -> list[EngineStream]:
         """See :meth:`octavo.engine.api.Engine.submit`."""
         admission = self._door()
+        self._check_queue([Wanted.of(request.sampling) for request in requests])
         admitted = await self._admit(admission, requests)
+        news = [one.new for one in admitted]
+        self._check_queue([Wanted.of(n.sampling, len(n.prompt_token_ids)) for n in news])
         ids = [one.new.request_id for one in admitted]
         if len(self._streams.keys() | set(ids)) < len(self._streams) + len(ids):
             raise InvalidRequestError("A request with this id is running.", param="request_id")
         has_to_wait = not self._is_up or self._supervisor.is_isolating
         if has_to_wait and len(self._streams) + len(ids) > self._max_streams:
-            raise OverloadedError(f"{RESTARTING} Too many requests wait for it.", retry_after_s=2.0)
+            raise OverloadedError(
+                f"{RESTARTING} Too many requests wait for it.",
+                reason="engine_restarting",
+                retry_after_s=2.0,
+            )
         streams = [
             EngineStream(RequestState(one, admission.tokenizer), self.abort) for one in admitted
         ]
@@ -379,6 +388,13 @@ class EngineClient(Engine):
         if not has_to_wait:
             self._hand_over(streams)
         return streams
+
+    def _check_queue(self, wanted: Sequence[Wanted]) -> None:
+        """Refuse what would wait behind too much. First before, then after it is tokenised."""
+        if self._bounds.is_set:
+            live = [stream.state for stream in self._streams.values()]
+            is_full = self._stats is not None and self._stats.num_waiting > 0
+            self._bounds.check(live, wanted, 0 if is_full else self.info.max_num_seqs, self.info)
 
     def _hand_over(self, streams: Iterable[EngineStream]) -> None:
         """Give these to the engine, from where they are."""

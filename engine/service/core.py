@@ -88,6 +88,7 @@ class EngineCore:
         executed = time.perf_counter()
         self._note_rates(plan, executed - scheduled, result.swap_s)
         updates, num_step_tokens = self._scheduler.commit(plan, result)
+        updates += self._scheduler.begun(updates)
         if self._check_invariants:
             self._scheduler.check()
         end = time.perf_counter()

@@ -29,6 +29,8 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     cache_salt: str | None
     resume: tuple[tuple[bytes, bool], ...]
     pooling: PoolingParams | None = None
+    tenant: str | None = None
+    weight: float = 1.0
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -155,6 +157,8 @@ def to_wire(new: NewRequest) -> WireRequest:
         new.cache_salt,
         tuple((pack_ids(r.output_token_ids), r.is_finished) for r in new.resume),
         new.pooling,
+        new.tenant,
+        new.weight,
     )
 
 
@@ -169,4 +173,6 @@ def from_wire(wire: WireRequest) -> NewRequest:
         wire.cache_salt,
         tuple(ResumedSequence(tuple(unpack_ids(ids)), done) for ids, done in wire.resume),
         wire.pooling,
+        wire.tenant,
+        wire.weight,
     )

@@ -181,6 +181,8 @@ class RequestState:
             self._add_prompt_logprobs(update.prompt_logprobs)
         if update.embedding is not None:
             self._embedding = update.embedding
+        if update.scheduled_time is not None and self.metrics.scheduled_time is None:
+            self.metrics.scheduled_time = update.scheduled_time
         sequence = self._sequences[update.child_index]
         is_empty = not update.token_ids and update.finish_reason is None
         if is_empty or sequence.finish_reason is not None:
@@ -324,8 +326,6 @@ class RequestState:
         self, sequence: _SequenceState, update: SequenceUpdate, now: float, sink: StatsSink | None
     ) -> None:
         metrics = self.metrics
-        if update.scheduled_time is not None and metrics.scheduled_time is None:
-            metrics.scheduled_time = update.scheduled_time
         if update.num_preemptions > metrics.num_preemptions:
             metrics.num_preemptions = update.num_preemptions
         if not update.token_ids:

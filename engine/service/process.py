@@ -23,6 +23,7 @@ import zmq
 from ..api import EngineInfo
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..logs import set_up_logging
 from ..step import StepPlan
 from .core import EngineCore
 from .frames import (
@@ -80,9 +81,7 @@ def run(build_core: BuildCore) -> int:
     signs = SignsWriter(launch.signs_fd)
     signs.start_beating()
     threading.Thread(target=_end_with_front_end, name="watch-front-end", daemon=True).start()
-    logging.basicConfig(
-        level=launch.log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s"
-    )
+    set_up_logging(launch.log_level, launch.config.execution.log_format, "engine")
     with zmq.Context() as context:
         socket = context.socket(zmq.PAIR)
         socket.set_hwm(0)

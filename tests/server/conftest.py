@@ -356,8 +356,9 @@ async def debugged(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def _listening(engine: Engine) -> AsyncIterator[str]:
-    app = create_app(engine, ServerConfig(), ("tiny", "alias/one"))
+async def listening(engine: Engine, **options: Any) -> AsyncIterator[str]:
+    """A real server on a real socket."""
+    app = create_app(engine, ServerConfig(**options), ("tiny", "alias/one"))
     config = uvicorn.Config(
         app, http=HeaderLimitProtocol, ws="none", lifespan="off", log_config=None
     )
@@ -372,5 +373,5 @@ async def _listening(engine: Engine) -> AsyncIterator[str]:
 @pytest.fixture
 async def url(engine: FakeEngine) -> AsyncIterator[str]:
     """A real server on a real socket."""
-    async with _listening(engine) as url:
+    async with listening(engine) as url:
         yield url

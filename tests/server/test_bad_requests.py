@@ -384,12 +384,17 @@ async def test_overload_says_when_to_come_back(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(_requests: Any) -> Any:
-        raise OverloadedError("Too much is queued.", retry_after_s=2.5)
+        raise OverloadedError(
+            "Too much is queued.", reason="max_num_queued_tokens", retry_after_s=2.5
+        )
 
     monkeypatch.setattr(engine, "submit", refuse)
     answer = await client.post(C, json={"prompt": "a", "stream": True})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
     assert check_shape(answer)["type"] == "rate_limit_error"
+    metrics = (await client.get("/metrics")).text
+    counted = 'admission_rejections_total{model_name="tiny",reason="max_num_queued_tokens"} 1.0'
+    assert counted in metrics
 
 
 async def test_the_unexpected_leaks_nothing(

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from octavo.engine.stats import EngineStats
+
 if TYPE_CHECKING:
     from tests.server.conftest import FakeEngine
 
 pytestmark = pytest.mark.anyio
 KEY = {"Authorization": "Bearer first"}
-ROUTES = [("GET", "/debug/kv"), ("POST", "/reset_prefix_cache")]
+ASKING = [("GET", "/debug/kv"), ("POST", "/reset_prefix_cache")]
+ROUTES = [*ASKING, ("GET", "/debug/steps")]
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -34,6 +37,22 @@ async def test_both_are_behind_the_key(
     assert (await debugged.request(method, path)).status_code == 401
     assert engine.num_resets == 0
     assert (await debugged.request(method, path, headers=KEY)).status_code == 200
+
+
+async def test_steps_come_from_the_engines_reports(
+    debugged: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    assert engine.sink is not None
+    engine.sink.record_step(EngineStats(num_steps=1, num_scheduled_tokens=30, busy_s=0.5), 30)
+    engine.sink.record_stats(EngineStats(num_steps=1, num_scheduled_tokens=30, busy_s=0.5))
+    after = EngineStats(
+        num_steps=2, num_scheduled_tokens=34, busy_s=0.75, num_running=4, num_blocks=9
+    )
+    engine.sink.record_step(after, 4)
+    first, second = (await debugged.get("/debug/steps", headers=KEY)).json()["steps"]
+    assert (first["step"], first["num_scheduled_tokens"], first["busy_ms"]) == (1, 30, 500.0)
+    assert (second["step"], second["num_scheduled_tokens"], second["busy_ms"]) == (2, 4, 250.0)
+    assert (second["num_running"], second["num_free_blocks"]) == (4, 9)
 
 
 async def test_snapshot_has_exactly_the_published_shape(debugged: httpx.AsyncClient) -> None:
@@ -71,7 +90,7 @@ async def test_reset(debugged: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert engine.num_resets == 1
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), ASKING)
 async def test_no_engine_is_a_503(
     debugged: httpx.AsyncClient, engine: FakeEngine, method: str, path: str
 ) -> None:

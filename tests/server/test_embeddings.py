@@ -218,7 +218,7 @@ async def test_an_engine_that_is_full(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(_requests: Any) -> Any:
-        raise OverloadedError("Too much is queued.")
+        raise OverloadedError("Too much is queued.", reason="max_num_queued_reqs")
 
     monkeypatch.setattr(engine, "submit", refuse)
     answer = await client.post(E, json={"input": "a"})

@@ -19,6 +19,7 @@ import pytest
 from octavo.engine.api import Engine
 from octavo.engine.config import ServerConfig
 from octavo.engine.errors import ConfigError
+from octavo.engine.stats import EngineStats
 from octavo.server.banner import Console, base_url, curl_line
 from octavo.server.launch import model_names, serve
 from octavo.server.listening import bind
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tests.server.conftest import FakeEngine
 
 PROMPT = {"prompt": "a", "stream": True}
+BAD = {"prompt": 1}
 
 
 class Running:
@@ -164,9 +166,55 @@ async def test_running_requests_get_their_time(engine: FakeEngine) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_second_signal_waits_for_nothing(engine: FakeEngine) -> None:
+async def test_requests_are_taken_during_the_delay_though_not_ready(engine: FakeEngine) -> None:
+    async with running(engine, drain_delay=3600.0, shutdown_timeout=60.0) as server:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)
+        assert (await server.client.get("/ready")).json()["status"] == "stopping"
+        assert (await server.client.get("/health")).status_code == 200
+        answer = await server.client.post("/v1/completions", json={"prompt": "a"})
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert not server.task.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.exit_code() == 0
+
+
+@pytest.mark.anyio
+async def test_after_the_delay_requests_are_refused_and_running_ones_end(
+    engine: FakeEngine,
+) -> None:
     engine.hold_at = 2
-    async with running(engine, shutdown_timeout=60.0) as server:
+    async with running(engine, drain_delay=0.1, shutdown_timeout=60.0) as server:
+        async with server.client.stream("POST", "/v1/completions", json=PROMPT) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(10):
+                while (await server.client.post("/v1/completions", json=BAD)).status_code == 400:
+                    pass
+            refused = await server.client.post("/v1/completions", json=PROMPT)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            assert not server.task.done()
+            engine.released.set()
+            rest = [line async for line in lines if line]
+        assert '"finish_reason":"stop"' in rest[-2]
+        assert await server.exit_code() == 0
+
+
+@pytest.mark.anyio
+async def test_ctrl_c_has_no_delay(engine: FakeEngine) -> None:
+    async with running(engine, drain_delay=3600.0) as server:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await server.exit_code() == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("options", [{"drain_delay": 3600.0}, {"shutdown_timeout": 60.0}])
+async def test_a_second_signal_waits_for_nothing(
+    engine: FakeEngine, options: dict[str, float]
+) -> None:
+    engine.hold_at = 2
+    async with running(engine, **options) as server:
         async with server.client.stream("POST", "/v1/completions", json=PROMPT) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -179,9 +227,13 @@ async def test_a_second_signal_waits_for_nothing(engine: FakeEngine) -> None:
 
 
 @pytest.mark.anyio
-async def test_engine_death_is_one_line_and_a_failure(engine: FakeEngine) -> None:
+async def test_engine_death_is_one_line_and_a_failure(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine.hold_at = 2
     async with running(engine) as server:
+        assert engine.sink is not None
+        engine.sink.record_stats(EngineStats(num_steps=7))
         async with server.client.stream("POST", "/v1/completions", json=PROMPT) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -192,6 +244,7 @@ async def test_engine_death_is_one_line_and_a_failure(engine: FakeEngine) -> Non
         assert (await server.client.get("/health")).status_code == 503
         assert (await server.client.post("/v1/completions", json=PROMPT)).status_code == 503
         assert await server.exit_code() == 1
+    assert '"step":7' in caplog.text  # of the flight recorder
     last = server.out.getvalue().splitlines()[-1]
     assert last == "octavo: The engine process was killed by signal 9."
 

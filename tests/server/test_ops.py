@@ -68,6 +68,21 @@ async def test_restarts_are_counted(client: httpx.AsyncClient, engine: FakeEngin
         assert line.endswith(f" {count}.0")
 
 
+async def test_startup_tells_how_far_it_has_come(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.is_ready = False
+    starting = await client.get("/startup")
+    assert starting.status_code == 503
+    assert starting.json() == {"status": "starting", "stage": "loading", "percent": 25}
+    engine.is_ready = True
+    started = await client.get("/startup")
+    assert started.status_code == 200
+    assert started.json() == {"status": "started", "stage": "ready", "percent": 100}
+    engine.die("killed")
+    assert (await client.get("/startup")).status_code == 503
+
+
 async def test_dead_is_503_everywhere_that_matters(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
