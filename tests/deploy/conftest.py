@@ -131,7 +131,7 @@ def exposed() -> dict[str, set[str]]:
         enable_prefix_caching=True,
         dtype="float32",
     )
-    metrics = Metrics(cast(Engine, SimpleNamespace(info=info)), "model")
+    metrics = Metrics(cast(Engine, SimpleNamespace(info=info, num_restarts=0)), "model")
     metrics.http.observe("/v1/completions", "POST", 200, 0.0)
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):

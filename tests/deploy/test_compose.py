@@ -32,9 +32,11 @@ def services(deploy: Path) -> dict[str, Any]:
 def test_arguments_are_real_options(services: dict[str, Any]) -> None:
     service = services["octavo"]
     _, server = resolve(shlex.split(service["command"]))
+    assert server.drain_delay > 0
     assert server.shutdown_timeout > 0
     grace = float(service["stop_grace_period"].removesuffix("s"))
-    assert server.shutdown_timeout + CLOSE_TIMEOUT_S + FLUSH_TIMEOUT_S <= grace
+    needed = server.drain_delay + server.shutdown_timeout + CLOSE_TIMEOUT_S + FLUSH_TIMEOUT_S
+    assert needed <= grace
 
 
 def test_further_arguments_may_be_given(deploy: Path) -> None:

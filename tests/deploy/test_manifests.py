@@ -231,7 +231,7 @@ def _probes(overlay: Overlay) -> list[Document]:
 
 def test_probes_and_scrapes_ask_real_routes(overlay: Overlay, gets: set[str]) -> None:
     paths = [probe["httpGet"]["path"] for probe in _probes(overlay)]
-    assert paths == ["/ready", "/ready", "/health"]
+    assert paths == ["/startup", "/ready", "/health"]
     scraped = overlay.of("PodMonitor")["spec"]["podMetricsEndpoints"][0]["path"]
     assert {*paths, scraped} <= gets
 
@@ -249,11 +249,19 @@ def test_arguments_and_options_are_real(overlay: Overlay, tmp_path: Path) -> Non
 
 def test_the_grace_period_is_longer_than_the_server_needs(overlay: Overlay, tmp_path: Path) -> None:
     _, server = overlay.options(tmp_path)
-    command, seconds = overlay.container["lifecycle"]["preStop"]["exec"]["command"]
-    assert command == "sleep"
+    assert "lifecycle" not in overlay.container  # the server itself waits until gateways have noticed
+    assert server.drain_delay > 0
     assert server.shutdown_timeout > 0
-    needed = float(seconds) + server.shutdown_timeout + CLOSE_TIMEOUT_S + FLUSH_TIMEOUT_S
+    needed = server.drain_delay + server.shutdown_timeout + CLOSE_TIMEOUT_S + FLUSH_TIMEOUT_S
     assert needed <= overlay.pod["terminationGracePeriodSeconds"]
+
+
+def test_gateways_notice_within_the_delay(overlay: Overlay, tmp_path: Path) -> None:
+    """One failed readiness probe is enough, and the next one comes before anything is refused."""
+    _, server = overlay.options(tmp_path)
+    probe = overlay.container["readinessProbe"]
+    assert probe["failureThreshold"] == 1
+    assert 2 * probe["periodSeconds"] < server.drain_delay
 
 
 def test_memory_is_limited_and_holds_the_cache(overlay: Overlay, tmp_path: Path) -> None:
