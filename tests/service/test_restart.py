@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from octavo.engine.api import (
     FinishReason,
@@ -28,6 +29,7 @@ from octavo.engine.errors import (
     OverloadedError,
 )
 from octavo.engine.service import client as client_module
+from octavo.engine.service import engine_life
 from octavo.engine.service.client import EngineClient
 from octavo.engine.stats import EngineStats, RequestRecord
 
@@ -257,6 +259,28 @@ def test_requests_wait_while_there_is_no_engine_and_questions_are_refused(tiny_m
             await client.close()
             await reads[0].done
             assert reads[0].ends == {0: FinishReason.ABORT}
+
+    play(scene)
+
+
+def test_nothing_fails_between_an_engine_s_end_and_the_news_of_it(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_life, "LAST_FRAMES_S", 1.0)
+
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as (client, _):
+            old, left = await submit(client, request("old", [1], 40), request("left", [2], 40))
+            await until(lambda: len(old.first) > 2)
+            socket = client._life.socket
+            kill(client)
+            await until(lambda: not socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+            client.abort("left")
+            (new,) = await submit(client, request("new", [3], 40))
+            assert client.num_restarts == 0  # nothing is known yet
+            await asyncio.gather(old.done, new.done, left.done)
+            assert (old.first, new.first) == (following(1, 40), following(3, 40))
+            assert left.ends == {0: FinishReason.ABORT}
 
     play(scene)
 
