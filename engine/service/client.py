@@ -580,7 +580,7 @@ class EngineClient(Engine):
             if state.is_finished:
                 del handed[update.request_id], self._streams[stream.request_id]
                 self._record_finished(state)
-            if state.is_finished or (update.token_ids and state.keeps_tokens):
+            if state.is_finished or (update.token_ids and state.has_gained()):
                 gained.append(stream.request_id)
             if outputs:
                 stream.put(outputs, error)

@@ -240,6 +240,23 @@ def test_ranked_choices_start_over_and_count_once(tiny_model: Path) -> None:
     play(scene)
 
 
+def test_ranked_choices_that_come_farther_each_time_are_not_blamed(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as (client, _):
+            (read,) = await submit(client, request("r", [1], 60, best_of=3, seed=1))
+            state = client._streams["r"].state
+            for num_tokens in (3, 6, 9, 12):
+                await until(lambda: len(state._sequences[0].token_ids) >= num_tokens)  # noqa: B023
+                epoch = client._life.epoch
+                kill(client)
+                await until(lambda: client._life.epoch > epoch and is_ready(client))  # noqa: B023
+            await read.done
+            assert read.error is None
+            assert read.first == following(1, 60)
+
+    play(scene)
+
+
 def test_requests_wait_while_there_is_no_engine_and_questions_are_refused(tiny_model: Path) -> None:
     async def scene() -> None:
         async with running(tiny_model, "stuck-again") as (client, _):
