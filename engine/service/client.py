@@ -559,7 +559,9 @@ class EngineClient(Engine):
             self._answer(frame)
         elif isinstance(frame, Failed):
             self._last_words = frame.message
-            if frame.is_refusal and self._info is None:  # an earlier one had been ready with the same
+            if (
+                frame.is_refusal and self._info is None
+            ):  # an earlier one had been ready with the same
                 self._die(EngineRefusedError(frame.message))
             self._life.kill()  # it has said its last words
 
