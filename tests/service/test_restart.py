@@ -291,7 +291,7 @@ def test_nothing_fails_between_an_engine_s_end_and_the_news_of_it(
             await until(lambda: len(old.first) > 2)
             socket = client._life.socket
             kill(client)
-            await until(lambda: not socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+            await until(lambda: not socket.poll(0, zmq.POLLOUT))
             client.abort("left")
             (new,) = await submit(client, request("new", [3], 40))
             assert client.num_restarts == 0  # nothing is known yet
