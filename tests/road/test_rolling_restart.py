@@ -23,7 +23,7 @@ import pytest
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-DRAIN_DELAY_S = 3
+DRAIN_DELAY_S = 5
 NUM_CLIENTS = 6
 PROMPTS = ("Water boils at", "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,")
 BODY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -164,7 +164,8 @@ class Load:
         self.texts: dict[str, Counter[str]] = {prompt: Counter() for prompt in PROMPTS}
 
     async def run(self) -> None:
-        limits = httpx.Limits(max_connections=NUM_CLIENTS)
+        # A connection for each request: a reload closes idle ones, and whoever sends just then has to send again.
+        limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=300, limits=limits) as client:
             await asyncio.gather(*(self._ask_on(client, number) for number in range(NUM_CLIENTS)))
 
