@@ -37,12 +37,11 @@ Kinds = Sequence[Callable[[Client], Any]]
 @pytest.fixture
 def server(start_server: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
     model = write_model(tmp_path / "tiny", window=WINDOW)
-    flags = ("--num-gpu-blocks-override", "256", "--max-num-seqs", "12", "--swap-space", "0.01")
-    limits = ("--max-num-queued-reqs", "64", "--client-stall-timeout", "10")
-    limits += ("--response-store-size", "50", "--engine-heartbeat-timeout", "3")
-    with start_server(
-        str(model), *flags, *limits, "--enable-debug-endpoints", "--log-level", "critical"
-    ) as running:
+    flags = ["--num-gpu-blocks-override", "256", "--max-num-seqs", "12", "--swap-space", "0.01"]
+    flags += ["--max-num-queued-reqs", "64", "--client-stall-timeout", "10"]
+    flags += ["--response-store-size", "50", "--engine-heartbeat-timeout", "3"]
+    flags += ["--enable-debug-endpoints", "--log-level", "critical"]
+    with start_server(str(model), *flags) as running:
         yield running
 
 

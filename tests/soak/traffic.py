@@ -164,14 +164,15 @@ class Client:
 
     async def _stream(self, path: str, body: dict[str, Any]) -> dict[str, int]:
         """Returns the usage."""
-        while True:
+        lines: list[str] = []
+        while not lines:
             async with self._http.stream("POST", f"{self.url}{path}", json=body) as answer:
                 if answer.status_code != 429:
                     assert answer.status_code == 200, await answer.aread()
                     lines = [line async for line in answer.aiter_lines() if line]
-                    break
-            self.count.num_refusals += 1
-            await asyncio.sleep(0.1)
+            if not lines:
+                self.count.num_refusals += 1
+                await asyncio.sleep(0.1)
         assert lines.pop() == "data: [DONE]"
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
         assert not any("error" in event for event in events), events[-1]
