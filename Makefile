@@ -25,7 +25,7 @@ CLIENTS_PYTEST := $(VENV)-clients/bin/pytest --confcutdir=tests/clients tests/cl
 export PYTHONSAFEPATH = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients check check-long fmt bench docs clean
+.PHONY: help serve test test-clients check check-long soak fmt bench docs clean
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,9 +46,13 @@ check: $(DEV)  ## Format, lint, types, import contracts, then the tests
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory test
 
-check-long: check $(CLIENTS)  ## The same, then property tests and generated requests with many more examples
+check-long: check $(CLIENTS)  ## The same, then many more examples of generated requests and properties, and 50 kills
 	$(BIN)/pytest --hypothesis-profile=long -m "not model" $(ARGS)
+	OCTAVO_TEST_KILLS=50 $(BIN)/pytest tests/road/test_engine_death.py tests/service/test_engine_death.py $(ARGS)
 	GENERATED=2000 OCTAVO=$(abspath $(BIN))/octavo $(CLIENTS_PYTEST)/test_generated_requests.py --timeout=3600
+
+soak: $(DEV)  ## Mixed traffic and faults for SOAK_S seconds (1800): memory, blocks, file descriptors and counters
+	SOAK_S=$(or $(SOAK_S),1800) $(BIN)/pytest -s tests/soak $(ARGS)
 
 fmt: $(DEV)  ## Format, and mend what the linter can mend
 	$(BIN)/ruff format .

@@ -15,12 +15,13 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         ConfigError: the port cannot be bound, or the model or a file of keys cannot be opened.
     """
     _set_up_logging(server_config.log_level, engine_config.execution.log_format)
+    _allow_many_connections()
     names = model_names(engine_config.model.model, server_config)
     tls, keys = tls_context(server_config), api_keys(server_config)
     with listening(server_config) as listener:
@@ -200,10 +202,13 @@ def _make_server(
         def capture_signals(self) -> Any:
             return nullcontext()
 
+    class Protocol(HeaderLimitProtocol):
+        head_timeout_s = config.client_stall_timeout
+
     app = create_app(engine, config, names, drain=drain, keys=keys, recorder=recorder)
     http = uvicorn.Config(
         app,
-        http=HeaderLimitProtocol,
+        http=Protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -291,6 +296,16 @@ def _report_death(engine: Engine, out: Console) -> int:
         reason = str(error) or reason
     out.write(f"octavo: {reason}\n")
     return code
+
+
+def _allow_many_connections() -> None:
+    """As many open files as may be: the usual limit, 1024, is one that a process may lift itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(
+            ValueError, OSError
+        ):  # more than the system allows, where there is no hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _set_up_logging(level: str, form: str) -> None:

@@ -8,8 +8,10 @@ with the next, so that nothing makes them fall.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from prometheus_client import (
     CollectorRegistry,
@@ -108,6 +110,11 @@ class Metrics:
             "octavo:engine_restarts", "Engine processes started in place of one that had died."
         )
         self._num_restarts = 0
+        self._num_tasks = Gauge(
+            "octavo:event_loop_tasks",
+            "Tasks of the front end: a few for itself, and some for each request.",
+            registry=self.registry,
+        )
 
     def render(self) -> bytes:
         """The text exposition."""
@@ -115,6 +122,8 @@ class Metrics:
         num_restarts = self._engine.num_restarts
         self._restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
+        with suppress(RuntimeError):  # no loop runs, so there are none
+            self._num_tasks.set(len(asyncio.all_tasks()))
         return self._exposition.render()
 
     # StatsSink

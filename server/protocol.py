@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with a limit on what comes before a request's body, and a short way out for streams.
+"""uvicorn's HTTP protocol with limits on what comes before a request's body, and a short way out for streams.
 
 A client that sends several requests at once and goes away is missed by none of them, and one that speaks
 HTTP/1.0 gets no chunks, which it does not know.
@@ -19,7 +19,9 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 8
 """With more requests waiting behind the one that is answered, a connection is not read."""
 
-_REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_END = b"\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _END
+_TOO_LATE = b"HTTP/1.1 408 Request Timeout" + _END
 
 
 class Outbox:
@@ -78,25 +80,40 @@ class BodyWriter:
 
 
 class HeaderLimitProtocol(HttpToolsProtocol):
-    """Closes a connection that sends more than 64 KiB of request line and headers.
+    """Closes a connection that sends more than 64 KiB of request line and headers, or takes too long for them.
 
-    The parser gathers them without a bound, before any route or key is looked at.
+    The parser gathers them without a bound, before any route or key is looked at. A connection on which nothing
+    has come yet is kept as long as an idle one.
     """
 
+    head_timeout_s = 0.0
+    """0: no limit."""
+
+    _head_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
+    _is_in_head = False
     _is_in_body = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unanswered: list[RequestResponseCycle] = []  # in order of arrival
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        delay_s = self.timeout_keep_alive
+        self.timeout_keep_alive_task = self.loop.call_later(
+            delay_s, self.timeout_keep_alive_handler
+        )
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_header_bytes = 0
-        self._is_in_body = False
+        self._is_in_head, self._is_in_body = True, False
+        self._time_head()
 
     def on_headers_complete(self) -> None:
-        self._is_in_body = True
+        self._is_in_head, self._is_in_body = False, True
+        self._stop_timer()
         super().on_headers_complete()
         self._unanswered = [one for one in self._unanswered if not one.response_complete]
         self._unanswered.append(self.cycle)
@@ -115,6 +132,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn tells it to the newest request only, which may still wait for the others' answers."""
+        self._stop_timer()
         for cycle in self._unanswered:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -124,10 +142,30 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._is_in_body:
             self._num_header_bytes += len(data)
+            self._time_head()
         super().data_received(data)
         if not self._is_in_body and self._num_header_bytes > MAX_HEADER_BYTES:
-            self.transport.write(_REFUSAL)
-            self.transport.close()
+            self._refuse(_TOO_LARGE)
+
+    def _time_head(self) -> None:
+        if self.head_timeout_s and self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if any(not one.response_complete for one in self._unanswered):
+            self._time_head()  # others' answers are under way on this connection
+        elif not self.transport.is_closing():
+            self._refuse(_TOO_LATE if self._is_in_head else b"")
+
+    def _refuse(self, answer: bytes) -> None:
+        self.transport.write(answer)
+        self.transport.close()
 
 
 def _send_unchunked(cycle: RequestResponseCycle) -> None:

@@ -1,7 +1,8 @@
 """Clients that neither take their answers nor send their requests, though they keep the connection.
 
 An answer that cannot leave waits in ``send``, and with it all that its request holds. Slow clients may be slow;
-those that have stopped are cut off.
+those that have stopped are cut off, and those that send a body byte by byte, which could go on for days.
+Request lines and headers have their time in :mod:`.protocol`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .streaming import BODY_WRITER, BodyWriter
+
+LEAST_BYTES_S = 1024
+"""A body has the time of a stall, and another second for each so many bytes of it that have come."""
 
 CHECKS = 4
 """So often in the time that a client has is it looked whether it moves."""
@@ -32,20 +36,6 @@ class StallMiddleware:
             await self._app(scope, receive, send)
             return
         writer: BodyWriter | None = scope.get(BODY_WRITER)
-        has_body = True
-
-        async def receiving() -> Message:
-            nonlocal has_body
-            if not has_body:
-                return await receive()
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    message = await receive()
-            except TimeoutError:
-                detail = f"Nothing of the body came for {self._timeout_s:g} s."
-                raise HTTPException(408, detail, headers={"Connection": "close"}) from None
-            has_body = message.get("more_body", False)
-            return message
 
         async def sending(message: Message) -> None:
             if writer is None:
@@ -57,7 +47,34 @@ class StallMiddleware:
             finally:
                 watch.end()
 
-        await self._app(scope, receiving, sending)
+        await self._app(scope, _BodyReader(receive, self._timeout_s), sending)
+
+
+class _BodyReader:
+    """``receive`` that waits for a body only as long as it comes."""
+
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
+        self._receive = receive
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + timeout_s
+        self._has_more = True
+
+    async def __call__(self) -> Message:
+        if not self._has_more:
+            return await self._receive()
+        now = self._loop.time()
+        until = min(self._deadline, now + self._timeout_s)
+        try:
+            async with asyncio.timeout_at(until):
+                message = await self._receive()
+        except TimeoutError:
+            how = f"at less than {LEAST_BYTES_S} bytes a second"
+            detail = f"The body stopped coming for {self._timeout_s:g} s, or came {how}."
+            raise HTTPException(408, detail, headers={"Connection": "close"}) from None
+        self._deadline += len(message.get("body", b"")) / LEAST_BYTES_S
+        self._has_more = message.get("more_body", False)
+        return message
 
 
 class _Watch:

@@ -559,9 +559,8 @@ class EngineClient(Engine):
             self._answer(frame)
         elif isinstance(frame, Failed):
             self._last_words = frame.message
-            if (
-                frame.is_refusal and self._info is None
-            ):  # an earlier one had been ready with the same
+            # Not so if an earlier engine was ready with the same options.
+            if frame.is_refusal and self._info is None:
                 self._die(EngineRefusedError(frame.message))
             self._life.kill()  # it has said its last words
 

@@ -20,14 +20,17 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer as Backend
@@ -400,3 +403,76 @@ def end_softly() -> Callable[[Probe], None]:
         os.kill(probe.server.process.pid, signal.SIGTERM)
 
     return end
+
+
+# --- servers that are looked at from outside ------------------------------------------------------
+
+
+class Process:
+    """``octavo serve`` on a port of its own, that may never become ready, and all that it wrote."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.process, self.url, self._log = process, url, log
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def ends(self, timeout_s: float = 60) -> int:
+        """The exit code."""
+        return self.process.wait(timeout_s)
+
+    def wait_ready(self, timeout_s: float = 120) -> None:
+        wait_until(self._is_ready, timeout_s)
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, self.said
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=30).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+
+@contextmanager
+def launched(
+    folder: Path, *flags: str, python: Sequence[str] = (), under: Sequence[str] = (), **environ: str
+) -> Iterator[Process]:
+    """Start a server whose words go to a file in ``folder``.
+
+    Args:
+        python: the interpreter's own flags.
+        under: the command that becomes it.
+        environ: more of it.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*under, sys.executable, "-P", *python, "-m", "octavo", "serve"]
+    log = folder / f"{port}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *flags],
+            env={**os.environ, **environ},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield Process(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[..., Any]:
+    return launched

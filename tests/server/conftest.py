@@ -358,10 +358,13 @@ async def debugged(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 @asynccontextmanager
 async def listening(engine: Engine, **options: Any) -> AsyncIterator[str]:
     """A real server on a real socket."""
-    app = create_app(engine, ServerConfig(**options), ("tiny", "alias/one"))
-    config = uvicorn.Config(
-        app, http=HeaderLimitProtocol, ws="none", lifespan="off", log_config=None
-    )
+    server_config = ServerConfig(**options)
+
+    class Protocol(HeaderLimitProtocol):
+        head_timeout_s = server_config.client_stall_timeout
+
+    app = create_app(engine, server_config, ("tiny", "alias/one"))
+    config = uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     listener = bind("127.0.0.1", 0)  # accepts before the server has started
     task = asyncio.create_task(server._serve([listener]))

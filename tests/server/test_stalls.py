@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from octavo.server.stalls import CHECKS, _Watch
+from octavo.server.stalls import CHECKS, LEAST_BYTES_S, _BodyReader, _Watch
 from tests.server.conftest import listening
 
 if TYPE_CHECKING:
@@ -50,6 +50,73 @@ async def test_a_body_that_stops_is_a_408(engine: FakeEngine) -> None:
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"request_stalled" in answer
     assert engine.requests == []
+
+
+async def send_by_and_by(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Byte by byte, far more often than a stall would take."""
+    for number in range(len(data)):
+        writer.write(data[number : number + 1])
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("begins", ["with the head", "with the body"])
+async def test_a_request_that_comes_byte_by_byte_is_a_408(engine: FakeEngine, begins: str) -> None:
+    head = f"{HEAD}1000\r\n".encode()
+    async with listening(engine, client_stall_timeout=0.5) as url, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(sock=await connected(url))
+        if begins == "with the body":
+            writer.write(head + b"\r\n")
+        rest = head if begins == "with the head" else b" " * 1000
+        sending = asyncio.create_task(send_by_and_by(writer, rest))
+        answer = await reader.read(-1)
+        sending.cancel()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert (b"request_stalled" in answer) == (begins == "with the body")
+    assert engine.requests == []
+
+
+@pytest.mark.anyio
+async def test_a_slow_body_has_more_time_the_more_of_it_has_come() -> None:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x" * 4 * LEAST_BYTES_S, "more_body": True}
+
+    reader = _BodyReader(receive, 3600.0)
+    deadline = reader._deadline
+    await reader()
+    await reader()
+    assert reader._deadline == deadline + 8
+
+
+@pytest.mark.anyio
+async def test_a_byte_between_two_requests_does_not_keep_a_connection(engine: FakeEngine) -> None:
+    async with listening(engine, client_stall_timeout=0.3) as url, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(sock=await connected(url))
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.write(b"\r\n")
+        rest = await reader.read(-1)  # to the connection's end
+        writer.close()
+    assert b"408" not in rest
+
+
+@pytest.mark.anyio
+async def test_an_answer_may_take_longer_than_what_follows_it(engine: FakeEngine) -> None:
+    """A second request's first bytes, sent meanwhile, do not end the first one's answer."""
+    engine.hold_at = 1
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    async with listening(engine, client_stall_timeout=0.2) as url, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(sock=await connected(url))
+        writer.write(f"{HEAD}{len(body)}\r\n\r\n".encode() + body)
+        writer.write(b"GET /version HT")
+        await asyncio.sleep(0.7)
+        engine.released.set()
+        answer = await reader.read(-1)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1 ") == 2
+    assert b"HTTP/1.1 408 " in answer
 
 
 class Writer:
