@@ -114,13 +114,12 @@ def test_longrope_is_chosen_by_the_longest_sequence_that_may_come() -> None:
 
 def test_phi3_takes_its_own_original_window_and_old_names() -> None:
     rope = {key: value for key, value in LONG_ROPE.items() if not key.startswith("original")}
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": WINDOW}
-    config = Phi3Config(
-        original_max_position_embeddings=32,
-        rope_parameters=rope,
-        **sizes,
-        partial_rotary_factor=1.0,
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": WINDOW,
+    }
+    config = Phi3Config(original_max_position_embeddings=32, rope_parameters=rope, **sizes)
     expected = table_of_transformers(Phi3RotaryEmbedding(config), WINDOW)
     plain = {key: value for key, value in rope.items() if key != "rope_type"}
     for name in ("longrope", "su", "yarn"):
