@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -296,6 +297,7 @@ def _write_gguf(
     arch: str = "llama",
     is_permuted: bool = True,
     convert: Callable[[str, Any], Any] = lambda name, values: values,
+    tensors: Mapping[str, Sequence[float]] = MappingProxyType({}),
     **metadata: Any,
 ) -> None:
     """Write a transformers model as GGUF and round the model's own weights to what was written."""
@@ -321,6 +323,8 @@ def _write_gguf(
     if config.rope_parameters["rope_type"] == "llama3":
         plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for name, numbers in tensors.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -415,7 +419,7 @@ def write_gguf() -> Callable[..., None]:
 
     Metadata go by GGUFWriter's ``add_`` names, tensors by the gguf package's names for ``arch``. Matrices are
     stored as ``type``; the model's own are rounded to the values that were stored. ``convert`` makes of a
-    tensor's name and values what the file holds.
+    tensor's name and values what the file holds; ``tensors`` are further ones.
     """
     return _write_gguf
 
