@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from octavo.engine.api import SamplingParams
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.hf_config import read_spec
 from octavo.engine.llm import LLM
 from octavo.engine.models.loader import load_model
 from octavo.engine.models.model import Model
@@ -67,6 +68,14 @@ def _tiny_of(model_class: Any, config_class: Any, **changes: Any) -> Any:
         elif "norm" in name:
             parameter.data.uniform_(0.5, 1.5)
     return model.eval()
+
+
+def _assert_read_alike(model_class: Any, **keys: Any) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 6, "num_attention_heads": 32}
+    own = {"architectures": [model_class.__name__]}
+    written = model_class.config_class(**sizes, **keys).to_dict()
+    assert read_spec({**sizes, **keys, **own}, "short") == read_spec({**written, **own}, "full")
 
 
 class Row(NamedTuple):
@@ -438,6 +447,13 @@ def load() -> Callable[[Path, Ops], Model]:
 def tiny_of() -> Callable[..., Any]:
     """``tiny_of(model_class, config_class, **config)``: a random transformers model in float32."""
     return _tiny_of
+
+
+@pytest.fixture(scope="session")
+def assert_read_alike() -> Callable[..., None]:
+    """``assert_read_alike(model_class, **keys)``: a ``config.json`` of a few sizes and ``keys`` says what the one
+    does in which transformers' configuration class has filled in the rest."""
+    return _assert_read_alike
 
 
 @pytest.fixture
