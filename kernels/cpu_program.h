@@ -23,9 +23,9 @@ enum OpKind : int64_t {
   kPackRows = 6,
   kLinear = 7,
   kSample = 8,
-  kRoute = 9,
-  kSortExperts = 10,
-  kCombine = 11,
+  kRoute = 30,
+  kSortExperts = 31,
+  kCombine = 32,
 };
 
 enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };

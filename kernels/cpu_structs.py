@@ -24,9 +24,9 @@ class OpKind(IntEnum):
     PACK_ROWS = 6
     LINEAR = 7
     SAMPLE = 8
-    ROUTE = 9
-    SORT_EXPERTS = 10
-    COMBINE = 11
+    ROUTE = 30
+    SORT_EXPERTS = 31
+    COMBINE = 32
 
 
 DONE = 0
