@@ -23,6 +23,7 @@ enum OpKind : int64_t {
   kPackRows = 6,
   kLinear = 7,
   kSample = 8,
+  kAdd = 9,
   kRoute = 30,
   kSortExperts = 31,
   kCombine = 32,

@@ -24,6 +24,7 @@ class OpKind(IntEnum):
     PACK_ROWS = 6
     LINEAR = 7
     SAMPLE = 8
+    ADD = 9
     ROUTE = 30
     SORT_EXPERTS = 31
     COMBINE = 32
@@ -36,6 +37,7 @@ TOKENWISE = frozenset(
     (
         OpKind.EMBED,
         OpKind.RMS_NORM,
+        OpKind.ADD,
         OpKind.GATE,
         OpKind.ROTARY,
         OpKind.STORE_KV,
@@ -77,6 +79,22 @@ class RmsNormArgs(Args):
         ("weight", c_void_p),
         ("eps", c_float),
         ("size", c_int64),
+        ("num_heads", c_int64),
+        ("head_stride", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class AddArgs(Args):
+    op = OpKind.ADD
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("factor", c_float),
+        ("size", c_int64),
+        ("residual", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_int64),
     )
