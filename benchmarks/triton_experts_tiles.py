@@ -102,7 +102,9 @@ def compile_tile(
     mixture = TritonMixture(Gpu(arch, 100), tiles={FEW: tile, MANY: tile})
     launches = compile_launches(
         arch,
-        lambda: mixture(meta(num_tokens, hidden), meta(num_tokens, num_experts), experts, top_k, True),
+        lambda: mixture(
+            meta(num_tokens, hidden), meta(num_tokens, num_experts), experts, top_k, True
+        ),
     )
     return [one for one in launches if one.kernel == "experts_kernel"]
 

@@ -232,6 +232,17 @@ void add_rows(const AddArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+void clamp_rows(const ClampArgs& a, int64_t begin, int64_t end) {
+  const vfloat most = splat(a.limit), least = splat(-a.limit);
+  const auto clamp = [&](vfloat v) { return vmin(most, vmax(least, v)); };
+  for (int64_t token = begin; token < end; token++) {
+    float* x = a.x + token * a.x_stride;
+    sweep(
+        a.size, [&](int64_t i) { store(x + i, clamp(load(x + i))); },
+        [&](int64_t i, int count) { store_some(x + i, clamp(load_some(x + i, count)), count); });
+  }
+}
+
 void gate_rows(const GateArgs& a, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; token++) {
     const float* x = a.x + token * a.x_stride;

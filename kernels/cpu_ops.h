@@ -62,6 +62,16 @@ struct AddArgs {
 };
 void add_rows(const AddArgs& a, int64_t begin, int64_t end);
 
+// Numbers within -limit .. limit, in place; NaN stays.
+struct ClampArgs {
+  const int64_t* num_tokens;
+  float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  int64_t size;
+  float limit;
+};
+void clamp_rows(const ClampArgs& a, int64_t begin, int64_t end);
+
 enum GateKind : int64_t { kSilu = 0, kGelu = 1 };  // gelu: the tanh approximation
 
 // activation(x[:, :size]) * x[:, size:]

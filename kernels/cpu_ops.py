@@ -27,6 +27,7 @@ from .cpu_structs import (
     AddArgs,
     Args,
     AttentionArgs,
+    ClampArgs,
     CombineArgs,
     EmbedArgs,
     GateArgs,
@@ -347,6 +348,20 @@ class CpuOps:
             )
         )
         return out
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        num_heads, dim = x.shape[1:]
+        _require(num_heads == 1 or x.stride(1) == dim, f"heads {x.stride(1)} apart within a limit")
+        self._do(
+            ClampArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                size=num_heads * dim,
+                limit=limit,
+            )
+        )
+        return x
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return self._gate(x, SILU, self._tokens(x))

@@ -54,6 +54,8 @@ void run_tokens(const Instruction& step, int64_t begin, int64_t end) {
       return route_rows(as<RouteArgs>(step.args), begin, end);
     case kCombine:
       return combine_rows(as<CombineArgs>(step.args), begin, end);
+    case kClamp:
+      return clamp_rows(as<ClampArgs>(step.args), begin, end);
   }
 }
 
@@ -78,6 +80,8 @@ const int64_t* num_tokens(const Instruction& step) {
       return as<RouteArgs>(step.args).num_tokens;
     case kCombine:
       return as<CombineArgs>(step.args).num_tokens;
+    case kClamp:
+      return as<ClampArgs>(step.args).num_tokens;
     default:
       return nullptr;
   }
@@ -168,6 +172,7 @@ const LayoutEntry kLayout[] = {
     KIND(kRoute),
     KIND(kSortExperts),
     KIND(kCombine),
+    KIND(kClamp),
 
     STRUCT(Instruction),
     FIELD(Instruction, kind),
@@ -320,6 +325,13 @@ const LayoutEntry kLayout[] = {
     FIELD(CombineArgs, size),
     FIELD(CombineArgs, out),
     FIELD(CombineArgs, out_stride),
+
+    STRUCT(ClampArgs),
+    FIELD(ClampArgs, num_tokens),
+    FIELD(ClampArgs, x),
+    FIELD(ClampArgs, x_stride),
+    FIELD(ClampArgs, size),
+    FIELD(ClampArgs, limit),
 
     STRUCT(SampleArgs),
     FIELD(SampleArgs, num_rows),

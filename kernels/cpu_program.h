@@ -27,6 +27,7 @@ enum OpKind : int64_t {
   kRoute = 30,
   kSortExperts = 31,
   kCombine = 32,
+  kClamp = 33,
 };
 
 enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };

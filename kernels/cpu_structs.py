@@ -28,6 +28,7 @@ class OpKind(IntEnum):
     ROUTE = 30
     SORT_EXPERTS = 31
     COMBINE = 32
+    CLAMP = 33
 
 
 DONE = 0
@@ -44,6 +45,7 @@ TOKENWISE = frozenset(
         OpKind.PACK_ROWS,
         OpKind.ROUTE,
         OpKind.COMBINE,
+        OpKind.CLAMP,
     )
 )
 """Ops that do each token by itself: neighbours run without a barrier between them."""
@@ -265,6 +267,17 @@ class SampleArgs(Args):
         ("seed", c_void_p),
         ("position", c_void_p),
         ("out", c_void_p),
+    )
+
+
+class ClampArgs(Args):
+    op = OpKind.CLAMP
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("size", c_int64),
+        ("limit", c_float),
     )
 
 

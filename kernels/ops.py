@@ -226,6 +226,9 @@ class Ops(Protocol):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``x + residual``, both ``[num_tokens, size]``; ``residual`` may be overwritten."""
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        """``x [num_tokens, num_heads, head_dim]`` within ``-limit .. limit``; NaN stays. May be overwritten."""
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """``x [num_tokens, 2 * d]`` → ``silu(x[:, :d]) * x[:, d:]  [num_tokens, d]``."""
 

@@ -122,6 +122,9 @@ class ReferenceOps:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp(-limit, limit)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)
         return (functional.silu(gate) * up).to(x.dtype)

@@ -98,6 +98,9 @@ class TorchOps:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.add_(x)
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)

@@ -128,7 +128,11 @@ def experts_kernel(
 
 @triton.jit
 def _find_rows(
-    starts_ptr, index, NUM_EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
+    starts_ptr,
+    index,
+    NUM_EXPERTS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """The expert of block ``index``, or NUM_EXPERTS if there is no such block; its first row, the expert's end."""
     ids = tl.arange(0, PADDED_EXPERTS)

@@ -22,6 +22,7 @@ from octavo.kernels import cpu_build
 from octavo.kernels.cpu_structs import (
     Args,
     AttentionArgs,
+    ClampArgs,
     CombineArgs,
     EmbedArgs,
     GateArgs,
@@ -234,6 +235,9 @@ class DrivenLibrary:
         yield from (("num_tokens", 8), ("num_rows", 8), ("starts", a.num_experts * 4 + 4))
         yield from ((name, n * a.top_k * 4) for name in ("experts", "tokens", "rows"))
 
+    def _clamp(self, a: Any) -> Iterator[Span]:
+        yield from (("num_tokens", 8), ("x", _rows(_number(a.num_tokens), a.x_stride, a.size)))
+
     def _combine(self, a: Any) -> Iterator[Span]:
         n = _number(a.num_tokens)
         yield from (("num_tokens", 8), ("x", _rows(n * a.top_k, a.x_stride, a.size)))
@@ -254,6 +258,7 @@ _SPANS: dict[type[Args], Callable[[DrivenLibrary, Any], Iterator[Span]]] = {
     RouteArgs: DrivenLibrary._route,
     SortExpertsArgs: DrivenLibrary._sort_experts,
     CombineArgs: DrivenLibrary._combine,
+    ClampArgs: DrivenLibrary._clamp,
 }
 
 
