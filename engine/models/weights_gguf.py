@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import QuantizedRows
-from ..checkpoint.gguf_config import ROPE_FACTORS
+from ..checkpoint.gguf_config import ROPE_TENSORS
 from ..checkpoint.gguf_file import GGUFFile
 from ..checkpoint.spec import MAX_EXPERTS, ModelSpec
 from .dequantize import QUANTIZED_TYPES, dequantize
@@ -30,7 +30,7 @@ class GGUFWeights:
         self.shapes = {
             part: shape
             for name, tensor in file.tensors.items()
-            if name != ROPE_FACTORS
+            if name not in ROPE_TENSORS
             for part, shape in matrices(name, tensor.shape)
         }
         self._file = file

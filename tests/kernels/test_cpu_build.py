@@ -609,6 +609,7 @@ void rms_norm_rows(const RmsNormArgs&, int64_t, int64_t) { throw std::bad_alloc(
 NO_ROWS(rotary_rows, RotaryArgs)
 NO_ROWS(store_kv, StoreKVArgs)
 NO_ROWS(pack_rows, PackRowsArgs)
+NO_ROWS(add_rows, AddArgs)
 NO_ROWS(route_rows, RouteArgs)
 NO_ROWS(combine_rows, CombineArgs)
 NO_ROWS(clamp_rows, ClampArgs)
