@@ -24,6 +24,10 @@ enum OpKind : int64_t {
   kLinear = 7,
   kSample = 8,
   kAdd = 9,
+  kRoute = 30,
+  kSortExperts = 31,
+  kCombine = 32,
+  kClamp = 33,
 };
 
 enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };

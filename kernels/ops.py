@@ -8,7 +8,7 @@ contiguous memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -153,6 +153,41 @@ class Ops(Protocol):
         up to 1/16, and near ties between tokens become exact ones.
         """
 
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> Any:
+        """Prepare one layer's experts for :meth:`routed_experts`, once.
+
+        Each argument is gone through once, ``gate_up`` first, so that weights may be read one by one.
+
+        Args:
+            gate_up: of each expert by id, ``[2 * mlp, hidden]``: the gate's rows, then the up projection's.
+            down: of each expert by id, ``[hidden, mlp]``.
+            num_experts: how many either gives; all that one of them gives are alike in type and shape.
+        """
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        """A mixture of experts: each token's ``top_k`` likeliest, weighed (Shazeer et al., 2017, section 2.1).
+
+        An expert computes ``down(silu(gate(x)) * up(x))``. A token goes to the experts with its ``top_k``
+        largest logits, the lowest ids where logits are equal; their results are weighed by the softmax over
+        all logits, in float32, and added up.
+
+        Args:
+            x: ``[num_tokens, hidden]``.
+            router_logits: ``[num_tokens, num_experts]``.
+            packed: from :meth:`pack_experts`.
+            renormalise: a token's weights are divided by their sum, which is the softmax over the chosen.
+
+        Returns:
+            ``[num_tokens, hidden]``, x's dtype.
+        """
+
     def pack_vector(self, vector: Tensor) -> Tensor:
         """Prepare a norm's weight ``[size]``, once."""
 
@@ -190,6 +225,9 @@ class Ops(Protocol):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``x + residual``, both ``[num_tokens, size]``; ``residual`` may be overwritten."""
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        """``x [num_tokens, num_heads, head_dim]`` within ``-limit .. limit``; NaN stays. May be overwritten."""
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """``x [num_tokens, 2 * d]`` → ``silu(x[:, :d]) * x[:, d:]  [num_tokens, d]``."""

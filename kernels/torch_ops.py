@@ -5,14 +5,14 @@ Uses the default KV layout ``[num_blocks, block_size, num_kv_heads, head_dim]``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import torch_linear, torch_sampling
+from . import torch_experts, torch_linear, torch_sampling
 from .attention_plan import AttentionGroup, plan_attention
 from .kv_store import StorePlan, allocate_kv_cache, move_blocks, plan_store
 from .ops import (
@@ -54,6 +54,20 @@ class TorchOps:
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
 
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> Any:
+        return torch_experts.pack_experts(gate_up, down)
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        ids, weights = torch_experts.route(router_logits, top_k, renormalise)
+        return torch_experts.mix(x, ids, weights, packed)
+
     def pack_vector(self, vector: Tensor) -> Tensor:
         return vector
 
@@ -83,6 +97,9 @@ class TorchOps:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.add_(x)
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
-from ..checkpoint.spec import ModelSpec
+from ..checkpoint.spec import ExpertSpec, ModelSpec
 from .layers import Norm, fused_linear, norm_of, read_embedding, read_head
 from .rotary import RotaryTables
 from .shapes import FINAL_NORM, decoder_shapes, layer_prefix, norm_names
@@ -60,6 +60,8 @@ class Attention:
         k, v = heads[:, spec.num_q_heads :].chunk(2, dim=1)
         if self.own_norms is not None:
             q, k = ops.qk_norm(q, k, *self.own_norms)
+        if (limit := spec.qkv_limit) is not None:
+            q, k, v = (ops.clamp(part, limit) for part in (q, k, v))
         if self.cos_sin is None:
             ops.store_kv(k, v, cache, slots)
         else:
@@ -91,6 +93,34 @@ class GatedMLP:
         return self.down(self.gate(self.gate_up(x)))
 
 
+class MixtureOfExperts:
+    """Each token's likeliest experts, each a gated feed-forward, weighed."""
+
+    def __init__(self, experts: ExpertSpec, index: int, weights: Weights, ops: Ops) -> None:
+        module = f"{layer_prefix(index)}mlp"
+        self.experts = experts
+        self.ops = ops
+        self.router = fused_linear(weights, ops, module, "gate")
+        modules = [f"{module}.experts.{expert}" for expert in range(experts.num_experts)]
+        self.packed = ops.pack_experts(
+            (
+                weights.read_linear([f"{m}.gate_proj.weight", f"{m}.up_proj.weight"])
+                for m in modules
+            ),
+            (weights.read_linear([f"{m}.down_proj.weight"]) for m in modules),
+            experts.num_experts,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden_size], and so the result
+        return self.ops.routed_experts(
+            x,
+            self.router(x),
+            self.packed,
+            top_k=self.experts.top_k,
+            renormalise=self.experts.renormalise,
+        )
+
+
 class DecoderLayer:
     """Attention, then feed-forward, each with its norms."""
 
@@ -100,7 +130,12 @@ class DecoderLayer:
         self.spec = spec
         self.ops = ops
         self.attention = Attention(spec, index, weights, ops, rotary)
-        self.mlp = GatedMLP(spec, index, weights, ops)
+        experts = spec.layer(index).experts
+        self.mlp = (
+            GatedMLP(spec, index, weights, ops)
+            if experts is None
+            else MixtureOfExperts(experts, index, weights, ops)
+        )
         self.first_norm, self.attention_norm, self.middle_norm, self.mlp_norm = (
             None if name is None else norm_of(spec, weights, ops, layer_prefix(index) + name)
             for name in norm_names(spec)

@@ -317,18 +317,18 @@ def _write_gguf(
     kind = gguf.GGMLQuantizationType[type]
     names = gguf.get_tensor_name_map(_gguf_arch(arch), config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, parameter in model.named_parameters():
+    for name, own in _gguf_tensors(model):
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
-        values = convert(name, parameter.detach().numpy())
+        values = convert(name, own.numpy())
         num_heads = heads.get(name.split(".")[-2]) if is_permuted else None
         stored = values if num_heads is None else _permute(values, num_heads)
-        if values.ndim == 1:
+        if values.ndim == 1 or own_name.endswith("ffn_gate_inp.weight"):
             writer.add_tensor(own_name, stored)
             continue
         writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-        parameter.data.copy_(torch.from_numpy(rounded))
+        own.copy_(torch.from_numpy(rounded))
     if config.rope_parameters["rope_type"] == "llama3":
         plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
@@ -338,6 +338,19 @@ def _write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own numbers; experts' gate and up projections, which transformers joins, by themselves."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = parameter.data.chunk(2, dim=1)
+            module = name.removesuffix("gate_up_proj")
+            yield from ((f"{module}gate_proj.weight", gate), (f"{module}up_proj.weight", up))
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", parameter.data
+        else:
+            yield name, parameter.data
 
 
 def _gguf_arch(name: str) -> Any:
