@@ -11,7 +11,6 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-
 _HASH_SIZE = hashlib.sha256().digest_size
 _GROUP_SIZE = 2  # bytes of a KV group's number
 
