@@ -564,9 +564,9 @@ class CpuOps:
         """
         return _RecordedStep(self, forward)
 
-    def record(self, forward: Forward, capacity: Capacity) -> Recording:
+    def record(self, forward: Forward, capacity: Capacity, num_groups: int) -> Recording:
         """Call ``forward`` with room for ``capacity``; its ops are noted and not run."""
-        recording = Recording(capacity)
+        recording = Recording(capacity, num_groups)
         self._recording = recording
         try:
             hidden = forward(recording.token_ids, recording.positions, recording.metadata)
@@ -613,12 +613,15 @@ class _RecordedStep:
         self._forward = forward
         self._recording: Recording | None = None
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+    ) -> Tensor:
         needed = needed_capacity(token_ids, metadata)
         recording = self._recording
         if recording is None or not recording.capacity.holds(needed):
             known = Capacity(0, 0, 0) if recording is None else recording.capacity
-            recording = self._recording = self._ops.record(self._forward, known.grown(needed))
+            grown = known.grown(needed)
+            recording = self._recording = self._ops.record(self._forward, grown, len(metadata))
         return recording.replay(token_ids, positions, metadata, self._ops.run)
 
 

@@ -67,7 +67,7 @@ class AttentionMetadata:
 
     query_start_loc: Tensor  # [num_rows + 1] int32
     seq_lens: Tensor  # [num_rows] int32, computed tokens including this step's
-    block_tables: Tensor  # [num_rows, max_num_blocks] int32; past a row's last block: its first id
+    block_tables: Tensor  # [num_rows, max_num_blocks] int32; past a row's last block: its last id
     slot_mapping: Tensor  # [num_tokens] int64; -1: do not store
     query_lens_host: Sequence[int]
     seq_lens_host: Sequence[int]
@@ -76,8 +76,12 @@ class AttentionMetadata:
     num_decode_rows: int = 0  # the first rows with one query token each
 
 
-Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
-"""Token ids and positions ``[num_tokens] int64``, metadata → hidden states ``[num_tokens, hidden_size]``."""
+Forward = Callable[[Tensor, Tensor, Sequence[AttentionMetadata]], Tensor]
+"""Token ids and positions ``[num_tokens] int64``, metadata → hidden states ``[num_tokens, hidden_size]``.
+
+There is one metadata for each KV group. All describe the same rows: they differ in ``slot_mapping`` and in the
+numbers, not in the shape, of ``block_tables``.
+"""
 
 
 def dense(weight: Tensor | QuantizedRows) -> Tensor:
@@ -312,7 +316,8 @@ class Ops(Protocol):
         Args:
             q: ``[num_tokens, num_q_heads, head_dim]``.
             scale: multiplies ``q · k``.
-            window: a query sees itself and the ``window - 1`` tokens before it.
+            window: a query sees itself and the ``window - 1`` tokens before it. Blocks that no query
+                of a row sees may be another's by now, and hold anything: they are not read.
             soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
             sinks: ``[num_q_heads]`` logits that join each head's softmax, with no value behind them
                 (gpt-oss; Xiao et al., 2023, arXiv 2309.17453). Neither scaled nor capped.

@@ -210,7 +210,19 @@ class TorchOps:
                 move_blocks(source, target, src, dst)
 
     def record_step(self, forward: Forward) -> Forward:
-        return forward
+        """``forward``, after which nothing is kept of what its ops have derived alike."""
+
+        def step(
+            token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+        ) -> Tensor:
+            try:
+                return forward(token_ids, positions, metadata)
+            finally:
+                self._attention_plans.clear()
+                self._store_plans.clear()
+                self._angles.clear()
+
+        return step
 
     def sample(
         self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None

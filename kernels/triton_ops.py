@@ -228,7 +228,17 @@ class TritonOps:
         return pinned.to(self._device, non_blocking=True)
 
     def record_step(self, forward: Forward) -> Forward:
-        return forward
+        """``forward``, after which the attention plans of its step are forgotten."""
+
+        def step(
+            token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+        ) -> Tensor:
+            try:
+                return forward(token_ids, positions, metadata)
+            finally:
+                self._attention.forget_plans()
+
+        return step
 
     # --- logits --------------------------------------------------------------------------------
 

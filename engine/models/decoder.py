@@ -198,15 +198,16 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         kv_caches: Sequence[LayerKVCache],
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
         x = residual = self.embed(token_ids)
         first_norms = [layer.first_norm for layer in self.layers]
         if first_norms[0] is not None:
             x = first_norms[0](residual)
         next_norms = [*first_norms[1:], self.norm]
-        for layer, cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            x, residual = layer(x, residual, next_norm, positions, cache, metadata)
+        layers = zip(self.layers, kv_caches, metadata, next_norms, strict=True)
+        for layer, cache, rows, next_norm in layers:
+            x, residual = layer(x, residual, next_norm, positions, cache, rows)
         return x
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens, hidden_size]

@@ -96,13 +96,16 @@ class PagedModel:
             cache.key.fill_(UNWRITTEN)
             cache.value.fill_(UNWRITTEN)
         self.model = model
-        self._forward = ops.record_step(lambda t, p, m: model.forward(t, p, self.caches, m))
+        self._forward = ops.record_step(
+            lambda t, p, m: model.forward(t, p, self.caches, [*m] * model.num_layers)
+        )
 
     def step(self, *rows: Row) -> list[Tensor]:
         """Logits of each row's tokens, ``[num_tokens, vocab_size]``."""
         counts = [len(row.tokens) - row.start for row in rows]
         with torch.inference_mode():
-            hidden = self._forward(*_step_inputs(rows, counts))
+            token_ids, positions, metadata = _step_inputs(rows, counts)
+            hidden = self._forward(token_ids, positions, [metadata])
             return list(self.model.logits(hidden).split(counts))  # type: ignore[no-untyped-call]
 
 
@@ -260,7 +263,7 @@ class PagedSequence:
                 torch.tensor(token_ids),
                 torch.arange(start, end),
                 self.caches,
-                self._metadata(start, end),
+                [self._metadata(start, end)] * self.model.num_layers,
             )
             return self.model.logits(hidden)
 
@@ -485,3 +488,8 @@ def check_family(save: Callable[..., Path]) -> Callable[..., FamilyCheck]:
         return FamilyCheck(theirs, path or save(theirs), length, shortest)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def write_tokenizer() -> Callable[[Path], None]:
+    return _write_tokenizer
