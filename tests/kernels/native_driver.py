@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 
 from octavo.kernels import cpu_build
 from octavo.kernels.cpu_structs import (
+    AddArgs,
     Args,
     AttentionArgs,
     EmbedArgs,
     GateArgs,
+    GeluArgs,
     Instruction,
+    LayerNormArgs,
     LinearArgs,
     OpKind,
     PackRowsArgs,
@@ -157,9 +160,30 @@ class DrivenLibrary:
 
     def _rms_norm(self, a: Any) -> Iterator[Span]:
         n = _number(a.num_tokens)
+        token = (a.num_heads - 1) * a.head_stride + a.size
         yield from (("num_tokens", 8), ("weight", a.size * 4))
+        yield "x", _rows(n, a.x_stride, token)
+        yield "residual", _rows(n, a.residual_stride, a.size)
+        yield "out", _rows(n, a.out_stride, token)
+
+    def _layer_norm(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("weight", a.size * 4), ("bias", a.size * 4))
         yield "x", _rows(n, a.x_stride, a.size)
         yield "residual", _rows(n, a.residual_stride, a.size)
+        yield "out", _rows(n, a.out_stride, a.size)
+
+    def _add(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield "num_tokens", 8
+        yield "x", _rows(n, a.x_stride, a.size)
+        yield "residual", _rows(n, a.out_stride, a.size)
+        yield "out", _rows(n, a.out_stride, a.size)
+
+    def _gelu(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield "num_tokens", 8
+        yield "x", _rows(n, a.x_stride, a.size)
         yield "out", _rows(n, a.out_stride, a.size)
 
     def _gate(self, a: Any) -> Iterator[Span]:
@@ -223,6 +247,9 @@ class DrivenLibrary:
 _SPANS: dict[type[Args], Callable[[DrivenLibrary, Any], Iterator[Span]]] = {
     EmbedArgs: DrivenLibrary._embed,
     RmsNormArgs: DrivenLibrary._rms_norm,
+    LayerNormArgs: DrivenLibrary._layer_norm,
+    AddArgs: DrivenLibrary._add,
+    GeluArgs: DrivenLibrary._gelu,
     GateArgs: DrivenLibrary._gate,
     RotaryArgs: DrivenLibrary._rotary,
     StoreKVArgs: DrivenLibrary._store_kv,

@@ -609,6 +609,9 @@ void rms_norm_rows(const RmsNormArgs&, int64_t, int64_t) { throw std::bad_alloc(
 NO_ROWS(rotary_rows, RotaryArgs)
 NO_ROWS(store_kv, StoreKVArgs)
 NO_ROWS(pack_rows, PackRowsArgs)
+NO_ROWS(layer_norm_rows, LayerNormArgs)
+NO_ROWS(add_rows, AddArgs)
+NO_ROWS(gelu_rows, GeluArgs)
 NO_PART(attention_part, AttentionArgs)
 NO_PART(linear_part, LinearArgs)
 }  // namespace octavo

@@ -44,6 +44,18 @@ def normalise(ops: CpuOps) -> None:
     ops.rms_norm(torch.ones(2, 9), torch.ones(8), 1e-5)
 
 
+def centre(ops: CpuOps) -> None:
+    ops.layer_norm(torch.ones(2, 9), torch.ones(8), None, 1e-5)
+
+
+def offset(ops: CpuOps) -> None:
+    ops.layer_norm(torch.ones(2, 9), torch.ones(9), torch.ones(8), 1e-5)
+
+
+def add(ops: CpuOps) -> None:
+    ops.add(torch.ones(2, 9), torch.ones(2, 8))
+
+
 def rotate(ops: CpuOps) -> None:
     ops.rotary(torch.ones(1, 2, 8), torch.ones(1, 1, 8), torch.tensor([0]), torch.ones(4, 10))
 
@@ -58,6 +70,9 @@ def store(ops: CpuOps) -> None:
         (multiply, "rows of 9 times a weight of 8 in_features"),
         (embed, r"a table with strides \(1, 6\)"),
         (normalise, "a norm of 8 for rows of 9"),
+        (centre, "a norm of 8 for rows of 9"),
+        (offset, "a norm of 8 for rows of 9"),
+        (add, r"the sum of \(2, 9\) and \(2, 8\)"),
         (rotate, "10 of heads of 8 and 8 rotated"),
         (store, r"keys of \(2, 8\) with a cache of \(1, 8\)"),
     ],
