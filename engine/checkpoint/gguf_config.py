@@ -49,8 +49,8 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
         num_kv_heads=fields.size("attention.head_count_kv", num_q_heads),
         head_dim=head_dim,
         intermediate_size=fields.size("feed_forward_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, fields, head_dim),
+        rms_norm_eps=_norm_eps(fields),
+        rope=_rope(file, fields, head_dim, family_of(architecture).has_gguf_pairs),
         max_position_embeddings=fields.size("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias=any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv")),
@@ -60,6 +60,12 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
         sliding_window=None,
         **_storage(file),
     )
+
+
+def _norm_eps(fields: Fields) -> float:
+    """Models with layer norms write it otherwise."""
+    key = "attention.layer_norm_epsilon"
+    return fields.number(key if fields.get(key) else "attention.layer_norm_rms_epsilon")
 
 
 def _architecture(file: GGUFFile, fields: Fields) -> str:
@@ -109,9 +115,9 @@ def _vocab_size(file: GGUFFile, fields: Fields) -> int:
     return fields.size("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
 
 
-def _rope(file: GGUFFile, fields: Fields, head_dim: int) -> RopeSpec:
+def _rope(file: GGUFFile, fields: Fields, head_dim: int, has_pairs: bool) -> RopeSpec:
     rotary_dim = fields.size("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
+    if has_pairs and rotary_dim != head_dim:
         fields.refuse("rope.dimension_count", rotary_dim, f"the head's size {head_dim}")
     theta = fields.number("rope.freq_base", DEFAULT_ROPE_THETA)
     return RopeSpec(theta, rotary_dim, _scaling(file, fields, rotary_dim))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
 from ..checkpoint.spec import ModelSpec
-from .layers import Norm, fused_linear, norm_of, read_embedding, read_head
+from .layers import Norm, fused_linear, norm_of, read_embedding, read_head, read_norm
 from .rotary import RotaryTables
 from .shapes import FINAL_NORM, decoder_shapes, layer_prefix, norm_names
 from .weights import Weights
@@ -37,8 +37,8 @@ class Attention:
         self.qkv = fused_linear(weights, ops, module, *names)
         self.out = fused_linear(weights, ops, module, "o_proj")
         if spec.qk_norm:
-            self.q_norm = norm_of(spec, weights, ops, f"{module}.q_norm").weight
-            self.k_norm = norm_of(spec, weights, ops, f"{module}.k_norm").weight
+            self.q_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.q_norm"))
+            self.k_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.k_norm"))
 
     def __call__(
         self,
@@ -83,6 +83,20 @@ class GatedMLP:
         return self.down(self.gate(self.gate_up(x)))
 
 
+class PlainMLP:
+    """``down(gelu(up(x)))``."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: Weights, ops: Ops) -> None:
+        module = f"{layer_prefix(index)}mlp"
+        self.up = fused_linear(weights, ops, module, "up_proj")
+        self.down = fused_linear(weights, ops, module, "down_proj")
+        self.is_tanh = spec.hidden_act == "gelu_pytorch_tanh"
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden_size], and so the result
+        return self.down(self.ops.gelu(self.up(x), is_tanh=self.is_tanh))
+
+
 class DecoderLayer:
     """Attention, then feed-forward, each with its norms."""
 
@@ -92,7 +106,7 @@ class DecoderLayer:
         self.spec = spec
         self.ops = ops
         self.attention = Attention(spec, index, weights, ops, rotary)
-        self.mlp = GatedMLP(spec, index, weights, ops)
+        self.mlp = (GatedMLP if spec.has_gate else PlainMLP)(spec, index, weights, ops)
         self.first_norm, self.attention_norm, self.middle_norm, self.mlp_norm = (
             None if name is None else norm_of(spec, weights, ops, layer_prefix(index) + name)
             for name in norm_names(spec)
@@ -107,6 +121,10 @@ class DecoderLayer:
         cache: LayerKVCache,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:  # x and residual of the next layer
+        if self.spec.is_parallel:
+            looked_at = x if self.middle_norm is None else self.middle_norm(residual)
+            x = self.ops.add(self.attention(x, positions, cache, metadata), self.mlp(looked_at))
+            return self._add(x, None, residual, next_norm)
         x = self.attention(x, positions, cache, metadata)
         x, residual = self._add(x, self.attention_norm, residual, self.middle_norm)
         x = self.mlp(x)
