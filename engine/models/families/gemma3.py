@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...checkpoint.fields import Fields
-from ...checkpoint.hf_config import FULL, SLIDING, read_rope
+from ...checkpoint.hf_config import FULL, SLIDING
+from ...checkpoint.rope_config import read_rope
 from ...checkpoint.spec import ModelSpec, RopeSpec
 from .gemma2 import DEFAULTS, Gemma2
 

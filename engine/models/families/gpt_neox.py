@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...checkpoint.fields import Fields
-from ...checkpoint.hf_config import read_rope
+from ...checkpoint.rope_config import read_rope
 from ...checkpoint.spec import ModelSpec
 from ..family import Family
 
