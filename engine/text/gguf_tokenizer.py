@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ..errors import CheckpointError
-from .backend import add_bos, backend_errors
+from .backend import add_ends, backend_errors
 from .pieces import METASPACE
 from .split_rules import SplitRule, find_split_rule
 
 _KEY = "tokenizer.ggml."
+_KEEPS_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))
+"""The tokens of Phi-3 that leave the white space after them alone."""
 
 
 class TokenType(IntEnum):
@@ -38,7 +40,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
 
     Follows llama.cpp: ``tokenizer.ggml.pre`` decides how byte-level BPE splits text;
     ``add_bos_token`` whether a text starts with the beginning token (by default for SentencePiece and
-    for the rules that say so); ``add_space_prefix`` whether SentencePiece puts a space before a text.
+    for the rules that say so); ``add_eos_token`` whether it ends with the end token; ``add_space_prefix``
+    whether SentencePiece puts a space before a text.
 
     Args:
         metadata: the file's key-value pairs.
@@ -65,11 +68,15 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
             raise CheckpointError(
                 f"{origin} has a tokenizer of the kind {kind!r}; octavo knows 'gpt2' and 'llama'."
             )
-        _add_matched_tokens(tokenizer, tokens, types)
-        if metadata.get(_KEY + "add_bos_token", adds_bos):
-            bos = special_token(metadata, "bos", origin)
-            if bos is not None:
-                add_bos(tokenizer, bos)
+        strips = kind == "llama" and _is_phi3(metadata)
+        _add_matched_tokens(tokenizer, tokens, types, strips)
+        begins = metadata.get(_KEY + "add_bos_token", adds_bos)
+        ends = metadata.get(_KEY + "add_eos_token", False)
+        add_ends(
+            tokenizer,
+            special_token(metadata, "bos", origin) if begins else None,
+            special_token(metadata, "eos", origin) if ends else None,
+        )
     return tokenizer
 
 
@@ -175,15 +182,32 @@ def _merges_from_scores(
     ]
 
 
-def _add_matched_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Tokens that are found in the text as they stand, before it is split."""
+def _add_matched_tokens(
+    tokenizer: Tokenizer, tokens: list[str], types: list[int], strips: bool
+) -> None:
+    """Tokens that are found in the text as they stand, before it is split.
+
+    Args:
+        strips: whether they swallow the white space that follows.
+    """
     for kinds, is_special in (
         ((TokenType.CONTROL, TokenType.UNKNOWN), True),
         ((TokenType.USER_DEFINED,), False),
     ):
         matched = [
-            AddedToken(token, special=is_special, normalized=False)
+            AddedToken(
+                token,
+                special=is_special,
+                normalized=False,
+                rstrip=strips and token not in _KEEPS_SPACES,
+            )
             for token, kind in zip(tokens, types, strict=True)
             if kind in kinds
         ]
         tokenizer.add_special_tokens(matched) if is_special else tokenizer.add_tokens(matched)
+
+
+def _is_phi3(metadata: Mapping[str, Any]) -> bool:
+    """Whether special tokens swallow white space, which GGUF has no key for: as llama.cpp, by name."""
+    name = str(metadata.get("general.name", "")).lower()
+    return metadata.get("general.architecture") == "phi3" or "phi3" in name or "phi-3" in name
