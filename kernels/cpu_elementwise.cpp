@@ -33,6 +33,22 @@ OCTAVO_INLINE void add_row(const float* x, int64_t size, float* residual) {
       });
 }
 
+OCTAVO_INLINE void multiply_row(const float* x, float factor, int64_t size, float* out) {
+  sweep(
+      size, [&](int64_t i) { store(out + i, load(x + i) * factor); },
+      [&](int64_t i, int count) { store_some(out + i, load_some(x + i, count) * factor, count); });
+}
+
+OCTAVO_INLINE void add_scaled_row(const float* x, float factor, const float* residual, int64_t size,
+                                  float* out) {
+  sweep(
+      size, [&](int64_t i) { store(out + i, load(x + i) * factor + load(residual + i)); },
+      [&](int64_t i, int count) {
+        store_some(out + i, load_some(x + i, count) * factor + load_some(residual + i, count),
+                   count);
+      });
+}
+
 // Four partial sums a lane, so that additions need not wait for each other.
 OCTAVO_INLINE float sum_of_squares(const float* x, int64_t size) {
   vfloat sums[4] = {};
@@ -192,8 +208,22 @@ void rms_norm_rows(const RmsNormArgs& a, int64_t begin, int64_t end) {
       add_row(x, a.size, residual);
       x = residual;
     }
-    const float mean = sum_of_squares(x, a.size) / float(a.size);
-    scale_row(x, 1.0f / std::sqrt(mean + a.eps), a.weight, a.size, a.out + token * a.out_stride);
+    float* out = a.out + token * a.out_stride;
+    for (int64_t head = 0; head < a.num_heads; head++, x += a.head_stride, out += a.head_stride) {
+      const float mean = sum_of_squares(x, a.size) / float(a.size);
+      scale_row(x, 1.0f / std::sqrt(mean + a.eps), a.weight, a.size, out);
+    }
+  }
+}
+
+void add_rows(const AddArgs& a, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; token++) {
+    const float* x = a.x + token * a.x_stride;
+    float* out = a.out + token * a.out_stride;
+    if (a.residual)
+      add_scaled_row(x, a.factor, a.residual + token * a.out_stride, a.size, out);
+    else
+      multiply_row(x, a.factor, a.size, out);
   }
 }
 

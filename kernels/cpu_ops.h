@@ -32,20 +32,35 @@ struct EmbedArgs {
 };
 void embed_rows(const EmbedArgs& a, int64_t begin, int64_t end);
 
-// x / sqrt(mean(x^2) + eps) * weight. `out` may be x.
+// x / sqrt(mean(x^2) + eps) * weight, of each head by itself. `out` may be x.
 struct RmsNormArgs {
   const int64_t* num_tokens;
-  const float* x;  // [num_tokens, size]
+  const float* x;  // [num_tokens, num_heads, size]
   int64_t x_stride;
-  float* residual;  // [num_tokens, size] or null; else x is added to it, and the norm is of the sum
+  float* residual;  // [num_tokens, size] or null; else x, one head, is added to it, and the norm is of the sum
   int64_t residual_stride;
   const float* weight;  // [size]
   float eps;
   int64_t size;
-  float* out;  // [num_tokens, size]
+  int64_t num_heads;
+  int64_t head_stride;  // of x and of out
+  float* out;           // [num_tokens, num_heads, size]
   int64_t out_stride;
 };
 void rms_norm_rows(const RmsNormArgs& a, int64_t begin, int64_t end);
+
+// factor * x, or factor * x + residual. `out` may be x or the residual.
+struct AddArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  float factor;
+  int64_t size;
+  const float* residual;  // [num_tokens, size], rows as far apart as those of out; or null
+  float* out;             // [num_tokens, size]
+  int64_t out_stride;
+};
+void add_rows(const AddArgs& a, int64_t begin, int64_t end);
 
 enum GateKind : int64_t { kSilu = 0, kGelu = 1 };  // gelu: the tanh approximation
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .cpu_linear import PackedWeight, RowKind, WeightKind, pack_gguf_weight, pack_weight
 from .cpu_recording import Capacity, Cells, Recording, needed_capacity
 from .cpu_structs import (
+    AddArgs,
     Args,
     AttentionArgs,
     EmbedArgs,
@@ -166,7 +167,60 @@ class CpuOps:
                 weight=weight.data_ptr(),
                 eps=eps,
                 size=x.shape[1],
+                num_heads=1,
                 out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
+    def qk_norm(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self._norm_heads(q, q_weight, eps)
+        self._norm_heads(k, k_weight, eps)
+        return q, k
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> None:
+        """In place, so that the keys stay as far apart as the values are."""
+        num_heads, dim = heads.shape[1:]
+        is_whole = len(weight) == num_heads * dim
+        _require(
+            (is_whole and heads.stride(1) == dim) or len(weight) == dim,
+            f"a norm of {len(weight)} for {num_heads} heads of {dim}",
+        )
+        self._do(
+            RmsNormArgs(
+                num_tokens=self._tokens(heads),
+                x=_rows(heads),
+                x_stride=heads.stride(0),
+                weight=weight.data_ptr(),
+                eps=eps,
+                size=len(weight),
+                num_heads=1 if is_whole else num_heads,
+                head_stride=heads.stride(1),
+                out=heads.data_ptr(),
+                out_stride=heads.stride(0),
+            )
+        )
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return self._add(x, factor, None, x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self._add(x, 1.0, residual, residual)
+
+    def _add(self, x: Tensor, factor: float, residual: Tensor | None, out: Tensor) -> Tensor:
+        _require(x.shape == out.shape, f"the sum of {tuple(x.shape)} and {tuple(out.shape)}")
+        self._do(
+            AddArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                factor=factor,
+                size=x.shape[1],
+                residual=None if residual is None else _rows(residual),
+                out=_rows(out),
                 out_stride=out.stride(0),
             )
         )
@@ -239,6 +293,7 @@ class CpuOps:
         refuse_extras(self.name, None, kv_scales)
         _require_cache(cache, k.shape[1:], f"keys of {tuple(k.shape[1:])}")
         if k.stride() != v.stride():
+            _require(self._recording is None, "keys and values that lie differently, recorded")
             k, v = k.contiguous(), v.contiguous()
         self._do(
             StoreKVArgs(

@@ -40,6 +40,8 @@ void run_tokens(const Instruction& step, int64_t begin, int64_t end) {
       return embed_rows(as<EmbedArgs>(step.args), begin, end);
     case kRmsNorm:
       return rms_norm_rows(as<RmsNormArgs>(step.args), begin, end);
+    case kAdd:
+      return add_rows(as<AddArgs>(step.args), begin, end);
     case kGate:
       return gate_rows(as<GateArgs>(step.args), begin, end);
     case kRotary:
@@ -58,6 +60,8 @@ const int64_t* num_tokens(const Instruction& step) {
       return as<EmbedArgs>(step.args).num_tokens;
     case kRmsNorm:
       return as<RmsNormArgs>(step.args).num_tokens;
+    case kAdd:
+      return as<AddArgs>(step.args).num_tokens;
     case kGate:
       return as<GateArgs>(step.args).num_tokens;
     case kRotary:
@@ -150,6 +154,7 @@ const LayoutEntry kLayout[] = {
     KIND(kPackRows),
     KIND(kLinear),
     KIND(kSample),
+    KIND(kAdd),
 
     STRUCT(Instruction),
     FIELD(Instruction, kind),
@@ -173,8 +178,20 @@ const LayoutEntry kLayout[] = {
     FIELD(RmsNormArgs, weight),
     FIELD(RmsNormArgs, eps),
     FIELD(RmsNormArgs, size),
+    FIELD(RmsNormArgs, num_heads),
+    FIELD(RmsNormArgs, head_stride),
     FIELD(RmsNormArgs, out),
     FIELD(RmsNormArgs, out_stride),
+
+    STRUCT(AddArgs),
+    FIELD(AddArgs, num_tokens),
+    FIELD(AddArgs, x),
+    FIELD(AddArgs, x_stride),
+    FIELD(AddArgs, factor),
+    FIELD(AddArgs, size),
+    FIELD(AddArgs, residual),
+    FIELD(AddArgs, out),
+    FIELD(AddArgs, out_stride),
 
     STRUCT(GateArgs),
     FIELD(GateArgs, num_tokens),

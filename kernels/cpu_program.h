@@ -23,6 +23,7 @@ enum OpKind : int64_t {
   kPackRows = 6,
   kLinear = 7,
   kSample = 8,
+  kAdd = 9,
 };
 
 enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };

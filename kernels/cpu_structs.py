@@ -24,13 +24,22 @@ class OpKind(IntEnum):
     PACK_ROWS = 6
     LINEAR = 7
     SAMPLE = 8
+    ADD = 9
 
 
 DONE = 0
 """``octavo::RunResult``, if nothing was wanting."""
 
 TOKENWISE = frozenset(
-    (OpKind.EMBED, OpKind.RMS_NORM, OpKind.GATE, OpKind.ROTARY, OpKind.STORE_KV, OpKind.PACK_ROWS)
+    (
+        OpKind.EMBED,
+        OpKind.RMS_NORM,
+        OpKind.ADD,
+        OpKind.GATE,
+        OpKind.ROTARY,
+        OpKind.STORE_KV,
+        OpKind.PACK_ROWS,
+    )
 )
 """Ops that do each token by itself: neighbours run without a barrier between them."""
 
@@ -65,6 +74,22 @@ class RmsNormArgs(Args):
         ("weight", c_void_p),
         ("eps", c_float),
         ("size", c_int64),
+        ("num_heads", c_int64),
+        ("head_stride", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class AddArgs(Args):
+    op = OpKind.ADD
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("factor", c_float),
+        ("size", c_int64),
+        ("residual", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_int64),
     )

@@ -172,6 +172,25 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """``(rms_norm(x + residual), x + residual)``; ``residual`` may be overwritten."""
 
+    def qk_norm(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """RMS norm of queries and keys; both may be overwritten.
+
+        Args:
+            q: ``[num_tokens, num_q_heads, head_dim]``.
+            k: ``[num_tokens, num_kv_heads, head_dim]``.
+            q_weight: ``[head_dim]``: each head by itself (Qwen3), or ``[num_q_heads * head_dim]``: all
+                heads of a token together (OLMo 2). From :meth:`pack_vector`.
+            k_weight: so for the keys.
+        """
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """``x * factor`` in x's dtype; ``x [num_tokens, size]`` may be overwritten."""
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``x + residual``, both ``[num_tokens, size]``; ``residual`` may be overwritten."""
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """``x [num_tokens, 2 * d]`` → ``silu(x[:, :d]) * x[:, d:]  [num_tokens, d]``."""
 

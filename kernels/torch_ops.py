@@ -69,6 +69,21 @@ class TorchOps:
         residual = residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
+    def qk_norm(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._norm_heads(q, q_weight, eps), self._norm_heads(k, k_weight, eps)
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = heads.reshape(len(heads), -1, len(weight))
+        return self.rms_norm(rows, weight, eps).view(heads.shape)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_(x)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)

@@ -99,6 +99,17 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         return triton_norm.add_rms_norm(x, residual, weight, eps)
 
+    def qk_norm(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return _norm_heads(q, q_weight, eps), _norm_heads(k, k_weight, eps)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_(x)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return triton_activation.silu_and_mul(x)
 
@@ -207,3 +218,9 @@ def _moves_in_long_runs(blocks: Tensor, src: Tensor, dst: Tensor) -> bool:
     num_runs = sum(1 for _ in neighbours(src.tolist(), dst.tolist()))
     block_bytes = blocks.stride(0) * blocks.element_size()
     return len(src) * block_bytes >= num_runs * COPY_ENGINE_BYTES
+
+
+def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of ``heads [num_tokens, num_heads, head_dim]``, as many numbers together as ``weight`` has."""
+    rows = heads.reshape(-1, len(weight))
+    return triton_norm.rms_norm(rows, weight, eps).view(heads.shape)

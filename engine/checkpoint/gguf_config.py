@@ -1,7 +1,4 @@
-"""GGUF metadata, read into a :class:`ModelSpec`.
-
-Owns the metadata keys and tensor names of the ``llama`` architecture, which Mistral files use too.
-"""
+"""GGUF metadata, read into a :class:`ModelSpec`: the keys that llama.cpp's architectures share."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
+from .families import families, family_of
 from .fields import Fields
 from .gguf_file import QUANTIZED_TYPES, GGUFFile
 from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_spec
 
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -28,15 +25,22 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         CheckpointError: the architecture or a feature is not supported, or a value is missing or
             senseless.
     """
-    architecture = _architecture(file)
     fields = _arch_fields(file)
-    _refuse_features(file, fields)
+    architecture = _architecture(file, fields)
+    _refuse_features(file)
+    spec = _common_spec(architecture, file, fields)
+    spec = family_of(architecture).read_gguf(fields, spec)
+    check_spec(spec, str(file.path))
+    return spec
+
+
+def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec:
     num_q_heads = fields.size("attention.head_count")
     hidden_size = fields.size("embedding_length")
     head_dim = fields.size("attention.key_length", hidden_size // num_q_heads or None)
     if fields.size("attention.value_length", head_dim) != head_dim:
         fields.refuse("attention.value_length", fields.get("attention.value_length"), str(head_dim))
-    spec = ModelSpec(
+    return ModelSpec(
         architecture=architecture,
         vocab_size=_vocab_size(file, fields),
         hidden_size=hidden_size,
@@ -49,29 +53,38 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         rope=_rope(file, fields, head_dim),
         max_position_embeddings=fields.size("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        attention_bias=any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv")),
+        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         hidden_act="silu",
-        sliding_window=fields.size_or_none("attention.sliding_window"),
+        sliding_window=None,
         **_storage(file),
     )
-    check_spec(spec, str(file.path))
-    return spec
 
 
-def _architecture(file: GGUFFile) -> str:
-    name = Fields(file.metadata, str(file.path)).text("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path}: architecture {name} is not supported; octavo reads GGUF files of "
-            f"{', '.join(GGUF_ARCHITECTURES)}."
-        )
-    return GGUF_ARCHITECTURES[name]
+def _architecture(file: GGUFFile, fields: Fields) -> str:
+    """transformers' name of what llama.cpp calls ``general.architecture``."""
+    name = _name(file)
+    named = [family for family in families() if family.gguf_architecture == name]
+    for family in named:
+        if family.accepts_gguf(fields):
+            return family.architectures[0]
+    if named:
+        raise CheckpointError(f"{file.path}: mixtures of experts are not supported for {name}.")
+    known = dict.fromkeys(f.gguf_architecture for f in families() if f.gguf_architecture)
+    raise CheckpointError(
+        f"{file.path}: architecture {name} is not supported; octavo reads GGUF files of "
+        f"{', '.join(known)}."
+    )
+
+
+def _name(file: GGUFFile) -> str:
+    return Fields(file.metadata, str(file.path)).text("general.architecture")
 
 
 def _arch_fields(file: GGUFFile) -> Fields:
     """The keys of the architecture without its name; equal numbers per layer become one."""
-    prefix = file.metadata["general.architecture"] + "."
+    prefix = _name(file) + "."
     values = {
         key.removeprefix(prefix): _one_number(value)
         for key, value in file.metadata.items()
@@ -86,9 +99,7 @@ def _one_number(value: Any) -> Any:
     return value
 
 
-def _refuse_features(file: GGUFFile, fields: Fields) -> None:
-    if fields.size_or_none("expert_count"):
-        raise CheckpointError(f"{file.path}: mixtures of experts are not supported.")
+def _refuse_features(file: GGUFFile) -> None:
     if (Fields(file.metadata, str(file.path)).size_or_none("split.count") or 1) > 1:
         raise CheckpointError(f"{file.path} is one part of a split GGUF; octavo reads one file.")
 

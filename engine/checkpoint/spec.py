@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import CheckpointError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 DEFAULT_ROPE_THETA = 10000.0
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
@@ -35,8 +35,19 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """What one decoder layer may do otherwise than its neighbours."""
+
+    rope: RopeSpec | None  # None: queries and keys are not rotated
+    window: int | None  # tokens that a query sees, itself included; None: all before it
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """Shape and kind of a decoder-only model."""
+    """Shape and kind of a decoder-only model.
+
+    The fields with defaults are what a family adds to Llama; :mod:`..models.decoder` computes them all.
+    """
 
     architecture: str  # transformers' class name, e.g. "LlamaForCausalLM"
     vocab_size: int
@@ -50,13 +61,32 @@ class ModelSpec:
     rope: RopeSpec
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
+    attention_bias: bool  # of q, k and v
     mlp_bias: bool
-    hidden_act: str
+    hidden_act: str  # of the gate: one of ACTIVATIONS
     sliding_window: int | None  # tokens that a query sees, itself included
     dtype: str  # "float32", "bfloat16" or "float16": what the weights were saved in
     is_quantized: bool = False
     quantization: str | None = None  # the commonest quantised tensor type, e.g. "Q4_1"
+
+    layers: tuple[LayerSpec, ...] = ()  # one per layer; empty: all have `rope` and `sliding_window`
+    attention_out_bias: bool = False
+    has_fused_tensors: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
+    norms: Literal["pre", "post", "both"] = "pre"  # around attention and feed-forward
+    norm_offset: float = 0.0  # a norm's weight is what the checkpoint holds plus this
+    qk_norm: Literal["head", "token"] | None = (
+        None  # of each head; of all heads of a token together
+    )
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    attention_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and feed-forward add
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None  # logits become cap * tanh(logits / cap)
+
+    def layer(self, index: int) -> LayerSpec:
+        """Layer ``index`` of ``num_layers``."""
+        return self.layers[index] if self.layers else LayerSpec(self.rope, self.sliding_window)
 
 
 def check_spec(spec: ModelSpec, where: str) -> None:
@@ -69,17 +99,28 @@ def check_spec(spec: ModelSpec, where: str) -> None:
         raise CheckpointError(
             f"{where}: {spec.num_q_heads} query heads cannot share {spec.num_kv_heads} key-value heads."
         )
-    if spec.rope.rotary_dim % 2 or not 0 < spec.rope.rotary_dim <= spec.head_dim:
-        raise CheckpointError(
-            f"{where}: {spec.rope.rotary_dim} rotated numbers per head of {spec.head_dim}; "
-            "octavo needs an even count within the head."
-        )
     if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
         raise CheckpointError(
             f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
             f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
         )
-    if spec.hidden_act != "silu":
+    if spec.layers and len(spec.layers) != spec.num_layers:
         raise CheckpointError(
-            f"{where}: hidden_act {spec.hidden_act} is not supported by {spec.architecture}; silu is."
+            f"{where}: {len(spec.layers)} layers are described, and the model has {spec.num_layers}."
+        )
+    for layer in (spec.layer(index) for index in range(spec.num_layers)):
+        if layer.rope is not None:
+            _check_rope(layer.rope, spec.head_dim, where)
+    if spec.hidden_act not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{where}: hidden_act {spec.hidden_act} is not supported; octavo knows "
+            f"{', '.join(ACTIVATIONS)}."
+        )
+
+
+def _check_rope(rope: RopeSpec, head_dim: int, where: str) -> None:
+    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= head_dim:
+        raise CheckpointError(
+            f"{where}: {rope.rotary_dim} rotated numbers per head of {head_dim}; "
+            "octavo needs an even count within the head."
         )

@@ -8,9 +8,8 @@ from torch import Tensor
 from ...kernels.ops import Ops, QuantizedRows
 from ..checkpoint.spec import ModelSpec
 from ..errors import CheckpointError
+from .shapes import EMBEDDING, HEAD
 from .weights import Weights
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Linear:
@@ -24,6 +23,29 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._packed)
+
+
+class Norm:
+    """RMS norm of hidden states."""
+
+    def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
+        self.weight = ops.pack_vector(weight)  # [hidden_size]
+        self._ops = ops
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, self.weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum; ``residual`` may be overwritten."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+
+
+def norm_of(spec: ModelSpec, weights: Weights, ops: Ops, module: str) -> Norm:
+    weight = weights.read(f"{module}.weight")
+    if spec.norm_offset:
+        weight = weight + spec.norm_offset
+    return Norm(ops, weight, spec.rms_norm_eps)
 
 
 def fused_linear(weights: Weights, ops: Ops, module: str, *names: str) -> Linear:

@@ -8,8 +8,8 @@ import torch
 
 from ...kernels.ops import Ops
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.families import family_of
 from .model import Model
-from .registry import family_of
 from .weights import Weights, WeightSource, check_tensors
 from .weights_gguf import GGUFWeights
 from .weights_safetensors import SafetensorsWeights
@@ -58,6 +58,8 @@ def open_weights(checkpoint: Checkpoint) -> WeightSource:
     Raises:
         CheckpointError: a file is damaged or holds a type that octavo does not read.
     """
+    spec = checkpoint.spec
+    family = family_of(spec.architecture)
     if checkpoint.gguf is not None:
-        return GGUFWeights(checkpoint.gguf, checkpoint.spec)
-    return SafetensorsWeights(checkpoint.path, checkpoint.tensor_files)
+        return GGUFWeights(checkpoint.gguf, spec, family)
+    return SafetensorsWeights(checkpoint.path, checkpoint.tensor_files, spec, family)

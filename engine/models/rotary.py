@@ -48,3 +48,20 @@ def rotary_table(rope: RopeSpec, max_position: int) -> Tensor:
     positions = torch.arange(max_position, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope))
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class RotaryTables:
+    """One table on the model's device for each way to rotate; layers that rotate alike share it."""
+
+    def __init__(self, max_position: int, device: torch.device) -> None:
+        self._max_position = max_position
+        self._device = device
+        self._tables: list[tuple[RopeSpec, Tensor]] = []
+
+    def table(self, rope: RopeSpec) -> Tensor:  # [max_position, rotary_dim] float32
+        for known, table in self._tables:
+            if known == rope:
+                return table
+        table = rotary_table(rope, self._max_position).to(self._device)
+        self._tables.append((rope, table))
+        return table

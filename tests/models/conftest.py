@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from octavo.engine.api import SamplingParams
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.llm import LLM
 from octavo.engine.models.loader import load_model
 from octavo.engine.models.model import Model
 from octavo.kernels.ops import AttentionMetadata, Ops
@@ -21,6 +25,7 @@ from octavo.kernels.select import select_ops
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
+VOCAB_SIZE = 264  # of models that generate: every byte, and eight special tokens
 UNWRITTEN = 1e4  # a slot that is read without having been written spoils the logits
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -48,6 +53,171 @@ def _make_tiny(family: str = "llama", **changes: Any) -> Any:
         elif "norm" in name:
             parameter.data.uniform_(0.5, 1.5)
     return model.eval()
+
+
+def _tiny_of(model_class: Any, config_class: Any, **changes: Any) -> Any:
+    torch.manual_seed(7)
+    sizes = TINY | {"vocab_size": VOCAB_SIZE, "pad_token_id": 0} | changes
+    model = model_class(config_class(**sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0, 0.5)
+        elif "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+class Row(NamedTuple):
+    """Tokens of one sequence in a step: those from ``start`` on; what is before was computed."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+
+
+class PagedModel:
+    """A model over one memory of blocks, whose steps are recorded where the op set records."""
+
+    def __init__(self, model: Model, ops: Ops, num_blocks: int) -> None:
+        spec = model.kv_cache_spec(num_blocks, BLOCK_SIZE)
+        self.caches = [ops.allocate_kv_cache(spec, CPU) for _ in range(model.num_layers)]
+        for cache in self.caches:
+            cache.key.fill_(UNWRITTEN)
+            cache.value.fill_(UNWRITTEN)
+        self.model = model
+        self._forward = ops.record_step(lambda t, p, m: model.forward(t, p, self.caches, m))
+
+    def step(self, *rows: Row) -> list[Tensor]:
+        """Logits of each row's tokens, ``[num_tokens, vocab_size]``."""
+        counts = [len(row.tokens) - row.start for row in rows]
+        with torch.inference_mode():
+            hidden = self._forward(*_step_inputs(rows, counts))
+            return list(self.model.logits(hidden).split(counts))
+
+
+def _step_inputs(
+    rows: Sequence[Row], counts: Sequence[int]
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Token ids, positions and metadata; rows with one token must come first."""
+    width = max(len(row.blocks) for row in rows)
+    places = [(row, position) for row in rows for position in range(row.start, len(row.tokens))]
+    slots = [row.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row, p in places]
+    lengths = [len(row.tokens) for row in rows]
+    tables = [[*row.blocks, *[row.blocks[0]] * (width - len(row.blocks))] for row in rows]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        query_lens_host=list(counts),
+        seq_lens_host=lengths,
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        num_decode_rows=sum(1 for _ in itertools.takewhile(lambda count: count == 1, counts)),
+    )
+    token_ids = torch.tensor([row.tokens[position] for row, position in places])
+    return token_ids, torch.tensor([position for _, position in places]), metadata
+
+
+class FamilyCheck:
+    """octavo's model beside the transformers model that its folder was saved from."""
+
+    def __init__(self, theirs: Any, folder: Path, length: int) -> None:
+        self.theirs = theirs
+        self.folder = folder
+        random = torch.Generator().manual_seed(3)
+        self.long, other = torch.randint(3, VOCAB_SIZE - 3, (2, length), generator=random).tolist()
+        self.shared = 2 * BLOCK_SIZE
+        self.hit = self.long[: self.shared] + other[: length // 2]
+        self.short = other[:5]
+
+    def logits(self, ops: Ops) -> None:
+        """Prefill in one piece and in pieces, decode, batches of all kinds of rows, a prefix hit."""
+        ours = load_model(open_checkpoint(self.folder), ops, dtype=torch.float32, device=CPU)
+        expected = _transformers_logits(self.theirs, self.long)
+        for chunks in ([len(self.long)], [1], [3], [7], [30, 1, 1, 3]):
+            _assert_close(self._in_pieces(ours, ops, chunks), expected)
+        self._batches(ours, ops)
+
+    def _blocks(self, size: int) -> int:
+        return -(-size // BLOCK_SIZE)
+
+    def _in_pieces(self, ours: Model, ops: Ops, chunks: Sequence[int]) -> Tensor:
+        """The long sequence; its blocks lie in descending order, never adjacent."""
+        num_blocks, logits, end = self._blocks(len(self.long)), list[Tensor](), 0
+        paged = PagedModel(ours, ops, 2 * num_blocks)
+        blocks = range(2 * num_blocks - 1, 0, -2)
+        while end < len(self.long):
+            start, end = end, min(end + chunks[len(logits) % len(chunks)], len(self.long))
+            row = Row(self.long[:end], start, blocks[: self._blocks(end)])
+            logits.append(paged.step(row)[0].clone())
+        return torch.cat(logits)
+
+    def _batches(self, ours: Model, ops: Ops) -> None:
+        """The long sequence is filled up to its last tokens; then it decodes beside a prompt of which it
+        holds the first blocks, and beside another; each row's logits are those of its sequence alone."""
+        num_blocks = self._blocks(len(self.long))
+        paged = PagedModel(ours, ops, 3 * num_blocks)
+        blocks = list(range(num_blocks))
+        shared = self.shared // BLOCK_SIZE
+        hit_blocks = blocks[:shared] + list(range(num_blocks, 2 * num_blocks - shared))
+        short_blocks = list(range(2 * num_blocks, 2 * num_blocks + self._blocks(len(self.short))))
+        last = len(self.long) - 2
+        steps = [
+            [Row(self.long[:last], 0, blocks)],
+            [
+                Row(self.long[:-1], last, blocks),
+                Row(self.hit[:-3], self.shared, hit_blocks),
+                Row(self.short[:3], 0, short_blocks),
+            ],
+            [
+                Row(self.short[:4], 3, short_blocks),
+                Row(self.long, last + 1, blocks),
+                Row(self.hit, len(self.hit) - 3, hit_blocks),
+            ],
+        ]
+        for rows in steps:
+            for row, logits in zip(rows, paged.step(*rows), strict=True):
+                expected = _transformers_logits(self.theirs, row.tokens)
+                _assert_close(logits, expected[row.start :])
+
+    def greedy(self, backend: str, **options: Any) -> None:
+        """64 tokens through the whole engine, three prompts at once in chunks of a few tokens."""
+        _write_tokenizer(self.folder)
+        sizes = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 256, "max_num_seqs": 4}
+        llm = LLM(
+            str(self.folder),
+            dtype="float32",
+            attention_backend=backend,
+            max_num_batched_tokens=16,
+            **(sizes | options),
+        )
+        prompts = [self.long[:30], self.hit[:19], self.short]
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        try:
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+            )
+        finally:
+            llm.close()
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert list(output.outputs[0].token_ids) == self._greedy_of_transformers(prompt)
+
+    def _greedy_of_transformers(self, prompt: Sequence[int]) -> list[int]:
+        ids = list(prompt)
+        for _ in range(64):
+            ids.append(int(_transformers_logits(self.theirs, ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """The 256 bytes, and special tokens up to the model's vocabulary."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<|{index}|>" for index in range(len(pieces), VOCAB_SIZE)])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 class PagedSequence:
@@ -250,3 +420,19 @@ def load() -> Callable[[Path, Ops], Model]:
         return load_model(open_checkpoint(path), ops, dtype=torch.float32, device=CPU)
 
     return load_path
+
+
+@pytest.fixture(scope="session")
+def tiny_of() -> Callable[..., Any]:
+    """``tiny_of(model_class, config_class, **config)``: a random transformers model in float32."""
+    return _tiny_of
+
+
+@pytest.fixture
+def check_family(save: Callable[..., Path]) -> Callable[..., FamilyCheck]:
+    """``check_family(theirs, length=61)``: compare with octavo's by its ``logits`` and ``greedy``."""
+
+    def check(theirs: Any, length: int = 61) -> FamilyCheck:
+        return FamilyCheck(theirs, save(theirs), length)
+
+    return check

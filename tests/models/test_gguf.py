@@ -15,7 +15,7 @@ import torch
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.models.dequantize import CHUNK_NUMBERS, dequantize
-from octavo.engine.models.weights_gguf import unpermute
+from octavo.engine.models.family import halves_from_pairs
 from octavo.kernels.ops import Ops
 from octavo.kernels.reference import ReferenceOps
 
@@ -145,11 +145,11 @@ def test_dequantize_rounds_once_to_the_wanted_type() -> None:
     assert got.tolist() == [0.25 * number for number in range(32)]
 
 
-def test_unpermute_puts_neighbours_into_halves() -> None:
+def test_neighbours_are_put_into_halves() -> None:
     rows = torch.tensor([0, 10, 1, 11, 2, 12, 100, 110, 101, 111, 102, 112])
     expected = [0, 1, 2, 10, 11, 12, 100, 101, 102, 110, 111, 112]
-    assert unpermute(rows, 2).tolist() == expected
-    assert unpermute(rows[:, None], 2).flatten().tolist() == expected
+    assert halves_from_pairs(rows, 2).tolist() == expected
+    assert halves_from_pairs(rows[:, None], 2).flatten().tolist() == expected
 
 
 def test_read_gives_private_bytes(

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.families import family_of
 from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.checkpoint.hf_config import read_spec
 from octavo.engine.errors import CheckpointError
-from octavo.engine.models.registry import family_of
 from octavo.kernels.reference import ReferenceOps
 
 LLAMA = {
