@@ -31,8 +31,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     fields = _arch_fields(file)
     architecture = _architecture(file, fields)
     _refuse_features(file)
-    spec = _common_spec(architecture, file, fields)
-    spec = family_of(architecture).read_gguf(fields, spec)
+    family = family_of(architecture)
+    spec = family.read_gguf(fields, _common_spec(architecture, file, fields))
+    if family.has_gguf_pairs and spec.rope.rotary_dim != spec.head_dim:
+        size = f"the head's size {spec.head_dim}"
+        fields.refuse("rope.dimension_count", spec.rope.rotary_dim, size)
     check_spec(spec, str(file.path))
     return spec
 

@@ -159,25 +159,24 @@ class DrivenLibrary:
         yield "out", _rows(n, a.out_stride, a.hidden)
 
     def _rms_norm(self, a: Any) -> Iterator[Span]:
-        n = _number(a.num_tokens)
-        token = (a.num_heads - 1) * a.head_stride + a.size
+        n, token = _number(a.num_tokens), (a.num_heads - 1) * a.head_stride + a.size
         yield from (("num_tokens", 8), ("weight", a.size * 4))
         yield "x", _rows(n, a.x_stride, token)
         yield "residual", _rows(n, a.residual_stride, a.size)
         yield "out", _rows(n, a.out_stride, token)
-
-    def _layer_norm(self, a: Any) -> Iterator[Span]:
-        n = _number(a.num_tokens)
-        yield from (("num_tokens", 8), ("weight", a.size * 4), ("bias", a.size * 4))
-        yield "x", _rows(n, a.x_stride, a.size)
-        yield "residual", _rows(n, a.residual_stride, a.size)
-        yield "out", _rows(n, a.out_stride, a.size)
 
     def _add(self, a: Any) -> Iterator[Span]:
         n = _number(a.num_tokens)
         yield "num_tokens", 8
         yield "x", _rows(n, a.x_stride, a.size)
         yield "residual", _rows(n, a.out_stride, a.size)
+        yield "out", _rows(n, a.out_stride, a.size)
+
+    def _layer_norm(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("weight", a.size * 4), ("bias", a.size * 4))
+        yield "x", _rows(n, a.x_stride, a.size)
+        yield "residual", _rows(n, a.residual_stride, a.size)
         yield "out", _rows(n, a.out_stride, a.size)
 
     def _gelu(self, a: Any) -> Iterator[Span]:

@@ -308,6 +308,7 @@ def _write_gguf(
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, parameter in model.named_parameters():
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
         values = convert(name, parameter.detach().numpy())
         num_heads = heads.get(name.split(".")[-2]) if is_permuted else None
         stored = values if num_heads is None else _permute(values, num_heads)

@@ -20,7 +20,11 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2": (GEMMA2, {}),
     "gemma2-tight-caps": (
         GEMMA2,
-        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0, "query_pre_attn_scalar": 5},
+        {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 20.0,
+            "query_pre_attn_scalar": 5,
+        },
     ),
     "gemma2-no-caps": (
         GEMMA2,
