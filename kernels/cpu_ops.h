@@ -49,6 +49,34 @@ struct RmsNormArgs {
 };
 void rms_norm_rows(const RmsNormArgs& a, int64_t begin, int64_t end);
 
+// (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias. `out` may be x.
+struct LayerNormArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  float* residual;  // as in RmsNormArgs
+  int64_t residual_stride;
+  const float* weight;  // [size]
+  const float* bias;    // [size] or null
+  float eps;
+  int64_t size;
+  float* out;  // [num_tokens, size]
+  int64_t out_stride;
+};
+void layer_norm_rows(const LayerNormArgs& a, int64_t begin, int64_t end);
+
+// GELU without a gate: the normal distribution's, or its tanh approximation. `out` may be x.
+struct GeluArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  int64_t size;
+  int64_t is_tanh;
+  float* out;  // [num_tokens, size]
+  int64_t out_stride;
+};
+void gelu_rows(const GeluArgs& a, int64_t begin, int64_t end);
+
 // factor * x, or factor * x + residual. `out` may be x or the residual.
 struct AddArgs {
   const int64_t* num_tokens;
@@ -72,7 +100,7 @@ struct ClampArgs {
 };
 void clamp_rows(const ClampArgs& a, int64_t begin, int64_t end);
 
-enum GateKind : int64_t { kSilu = 0, kGelu = 1 };  // gelu: the tanh approximation
+enum GateKind : int64_t { kSiluGate = 0, kGeluGate = 1 };  // gelu: the tanh approximation
 
 // activation(x[:, :size]) * x[:, size:]
 struct GateArgs {

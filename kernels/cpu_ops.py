@@ -31,7 +31,9 @@ from .cpu_structs import (
     CombineArgs,
     EmbedArgs,
     GateArgs,
+    GeluArgs,
     Instruction,
+    LayerNormArgs,
     LinearArgs,
     PackRowsArgs,
     RmsNormArgs,
@@ -297,6 +299,37 @@ class CpuOps:
         )
         return out
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, None, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._layer_norm(x, residual, weight, bias, eps), residual
+
+    def _layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        for vector in (weight,) if bias is None else (weight, bias):
+            _require(len(vector) == x.shape[1], f"a norm of {len(vector)} for rows of {x.shape[1]}")
+        out = self._empty(x.shape)
+        self._do(
+            LayerNormArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                residual=None if residual is None else _rows(residual),
+                residual_stride=0 if residual is None else residual.stride(0),
+                weight=weight.data_ptr(),
+                bias=None if bias is None else bias.data_ptr(),
+                eps=eps,
+                size=x.shape[1],
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -359,6 +392,20 @@ class CpuOps:
                 x_stride=x.stride(0),
                 size=num_heads * dim,
                 limit=limit,
+            )
+        )
+        return x
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        self._do(
+            GeluArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                size=x.shape[1],
+                is_tanh=is_tanh,
+                out=_rows(x),
+                out_stride=x.stride(0),
             )
         )
         return x

@@ -42,6 +42,10 @@ void run_tokens(const Instruction& step, int64_t begin, int64_t end) {
       return rms_norm_rows(as<RmsNormArgs>(step.args), begin, end);
     case kAdd:
       return add_rows(as<AddArgs>(step.args), begin, end);
+    case kLayerNorm:
+      return layer_norm_rows(as<LayerNormArgs>(step.args), begin, end);
+    case kGelu:
+      return gelu_rows(as<GeluArgs>(step.args), begin, end);
     case kGate:
       return gate_rows(as<GateArgs>(step.args), begin, end);
     case kRotary:
@@ -68,6 +72,10 @@ const int64_t* num_tokens(const Instruction& step) {
       return as<RmsNormArgs>(step.args).num_tokens;
     case kAdd:
       return as<AddArgs>(step.args).num_tokens;
+    case kLayerNorm:
+      return as<LayerNormArgs>(step.args).num_tokens;
+    case kGelu:
+      return as<GeluArgs>(step.args).num_tokens;
     case kGate:
       return as<GateArgs>(step.args).num_tokens;
     case kRotary:
@@ -169,6 +177,8 @@ const LayoutEntry kLayout[] = {
     KIND(kLinear),
     KIND(kSample),
     KIND(kAdd),
+    KIND(kLayerNorm),
+    KIND(kGelu),
     KIND(kRoute),
     KIND(kSortExperts),
     KIND(kCombine),
@@ -210,6 +220,28 @@ const LayoutEntry kLayout[] = {
     FIELD(AddArgs, residual),
     FIELD(AddArgs, out),
     FIELD(AddArgs, out_stride),
+
+    STRUCT(LayerNormArgs),
+    FIELD(LayerNormArgs, num_tokens),
+    FIELD(LayerNormArgs, x),
+    FIELD(LayerNormArgs, x_stride),
+    FIELD(LayerNormArgs, residual),
+    FIELD(LayerNormArgs, residual_stride),
+    FIELD(LayerNormArgs, weight),
+    FIELD(LayerNormArgs, bias),
+    FIELD(LayerNormArgs, eps),
+    FIELD(LayerNormArgs, size),
+    FIELD(LayerNormArgs, out),
+    FIELD(LayerNormArgs, out_stride),
+
+    STRUCT(GeluArgs),
+    FIELD(GeluArgs, num_tokens),
+    FIELD(GeluArgs, x),
+    FIELD(GeluArgs, x_stride),
+    FIELD(GeluArgs, size),
+    FIELD(GeluArgs, is_tanh),
+    FIELD(GeluArgs, out),
+    FIELD(GeluArgs, out_stride),
 
     STRUCT(GateArgs),
     FIELD(GateArgs, num_tokens),

@@ -24,6 +24,8 @@ enum OpKind : int64_t {
   kLinear = 7,
   kSample = 8,
   kAdd = 9,
+  kLayerNorm = 20,
+  kGelu = 21,
   kRoute = 30,
   kSortExperts = 31,
   kCombine = 32,

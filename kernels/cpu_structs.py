@@ -25,6 +25,8 @@ class OpKind(IntEnum):
     LINEAR = 7
     SAMPLE = 8
     ADD = 9
+    LAYER_NORM = 20
+    GELU = 21
     ROUTE = 30
     SORT_EXPERTS = 31
     COMBINE = 32
@@ -39,6 +41,8 @@ TOKENWISE = frozenset(
         OpKind.EMBED,
         OpKind.RMS_NORM,
         OpKind.ADD,
+        OpKind.LAYER_NORM,
+        OpKind.GELU,
         OpKind.GATE,
         OpKind.ROTARY,
         OpKind.STORE_KV,
@@ -97,6 +101,36 @@ class AddArgs(Args):
         ("factor", c_float),
         ("size", c_int64),
         ("residual", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class LayerNormArgs(Args):
+    op = OpKind.LAYER_NORM
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("residual", c_void_p),
+        ("residual_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("eps", c_float),
+        ("size", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class GeluArgs(Args):
+    op = OpKind.GELU
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("size", c_int64),
+        ("is_tanh", c_int64),
         ("out", c_void_p),
         ("out_stride", c_int64),
     )

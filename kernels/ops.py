@@ -193,7 +193,10 @@ class Ops(Protocol):
         """
 
     def pack_vector(self, vector: Tensor) -> Tensor:
-        """Prepare a norm's weight ``[size]``, once."""
+        """Prepare a norm's weight or bias ``[size]``, once.
+
+        It may be float32 beside narrower activations: one that is close to 1 loses digits when rounded.
+        """
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """Rows ``token_ids [num_tokens] int64`` of ``table [vocab_size, hidden_size]``.
@@ -210,6 +213,14 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """``(rms_norm(x + residual), x + residual)``; ``residual`` may be overwritten."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Layer norm over the last dimension, in float32 (Ba et al., 2016)."""
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``(layer_norm(x + residual), x + residual)``; ``residual`` may be overwritten."""
 
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
@@ -232,6 +243,10 @@ class Ops(Protocol):
 
     def clamp(self, x: Tensor, limit: float) -> Tensor:
         """``x [num_tokens, num_heads, head_dim]`` within ``-limit .. limit``; NaN stays. May be overwritten."""
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        """GELU without a gate (Hendrycks & Gimpel, 2016): the normal distribution's, or with ``is_tanh`` its
+        tanh approximation. ``x [num_tokens, size]`` may be overwritten."""
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """``x [num_tokens, 2 * d]`` → ``silu(x[:, :d]) * x[:, d:]  [num_tokens, d]``."""

@@ -107,6 +107,18 @@ class ReferenceOps:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        centred = x.float() - x.float().mean(dim=-1, keepdim=True)
+        scale = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+        out = centred * scale * weight.float()
+        return (out if bias is None else out + bias.float()).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
+
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -124,6 +136,10 @@ class ReferenceOps:
 
     def clamp(self, x: Tensor, limit: float) -> Tensor:
         return x.clamp(-limit, limit)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        approximate = "tanh" if is_tanh else "none"
+        return functional.gelu(x.float(), approximate=approximate).to(x.dtype)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)

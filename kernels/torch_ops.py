@@ -75,13 +75,25 @@ class TorchOps:
         return table[token_ids]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps).to(x.dtype)
+        wide, weight = _alike(x, weight)
+        return functional.rms_norm(wide, (x.shape[-1],), weight, eps).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         residual = residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide, weight = _alike(x, weight)
+        bias = None if bias is None else bias.to(weight.dtype)
+        return functional.layer_norm(wide, (x.shape[-1],), weight, bias, eps).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = residual.add_(x)
+        return self.layer_norm(residual, weight, bias, eps), residual
 
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
@@ -101,6 +113,9 @@ class TorchOps:
     def clamp(self, x: Tensor, limit: float) -> Tensor:
         return x.clamp_(-limit, limit)
 
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        return functional.gelu(x, approximate="tanh" if is_tanh else "none")
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
@@ -112,9 +127,7 @@ class TorchOps:
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = self._angles.get(
-            (positions, cos_sin), None, lambda: _full_angles(cos_sin, positions)
-        )
+        cos, sin = self._angles.get((positions,), cos_sin, lambda: _full_angles(cos_sin, positions))
         num_q_heads, rotary_dim = q.shape[1], cos.shape[-1]
         heads = torch.cat((q, k), dim=1)
         wide = heads[..., :rotary_dim].float()
@@ -228,6 +241,12 @@ class TorchOps:
         self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
     ) -> Tensor:
         return torch_sampling.sample(logits, params)
+
+
+def _alike(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider one's type, as torch's fused norms want them."""
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return x.to(dtype), weight.to(dtype)
 
 
 def _full_angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,6 +114,14 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         return triton_norm.add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return triton_norm.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return triton_norm.add_layer_norm(x, residual, weight, bias, eps)
+
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -129,6 +137,9 @@ class TritonOps:
 
     def clamp(self, x: Tensor, limit: float) -> Tensor:
         return x.clamp_(-limit, limit)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        return triton_activation.gelu(x, is_tanh=is_tanh)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return triton_activation.silu_and_mul(x)

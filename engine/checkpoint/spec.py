@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from ..errors import CheckpointError
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+GATES = ("silu", "gelu_pytorch_tanh")
+UNGATED = ("gelu", "gelu_pytorch_tanh")
 DEFAULT_ROPE_THETA = 10000.0
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1024  # of a layer
@@ -79,7 +80,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     attention_bias: bool  # of q, k and v
     mlp_bias: bool
-    hidden_act: str  # of the gate: one of ACTIVATIONS
+    hidden_act: str  # of the gate: one of GATES; without a gate: one of UNGATED
     sliding_window: int | None  # tokens that a query sees, itself included
     dtype: str  # "float32", "bfloat16" or "float16": what the weights were saved in
     is_quantized: bool = False
@@ -89,11 +90,16 @@ class ModelSpec:
     attention_out_bias: bool = False
     has_fused_tensors: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
     norms: Literal["pre", "post", "both"] = "pre"  # around attention and feed-forward
+    norm_kind: Literal["rms", "layer"] = "rms"  # layer norms have biases
     norm_offset: float = 0.0  # a norm's weight is what the checkpoint holds plus this
     qk_norm: Literal["head", "token"] | None = (
         None  # of each head; of all heads of a token together
     )
     qkv_limit: float | None = None  # queries, keys and values are cut to -limit .. limit
+    is_parallel: bool = (
+        False  # attention and feed-forward look at the same sum, and both are added to it
+    )
+    has_gate: bool = True  # in the feed-forward; else it is down(act(up(x)))
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
     embedding_scale: float = 1.0
@@ -130,10 +136,11 @@ def check_spec(spec: ModelSpec, where: str) -> None:
             _check_rope(layer.rope, spec.head_dim, where)
         if layer.experts is not None:
             _check_experts(layer.experts, spec, where)
-    if spec.hidden_act not in ACTIVATIONS:
+    known = GATES if spec.has_gate else UNGATED
+    if spec.hidden_act not in known:
         raise CheckpointError(
-            f"{where}: hidden_act {spec.hidden_act} is not supported; octavo knows "
-            f"{', '.join(ACTIVATIONS)}."
+            f"{where}: hidden_act {spec.hidden_act} is not supported for {spec.architecture}; "
+            f"octavo knows {', '.join(known)}."
         )
 
 

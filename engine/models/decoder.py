@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
 from ..checkpoint.spec import ExpertSpec, ModelSpec
-from .layers import Norm, fused_linear, norm_of, read_embedding, read_head
+from .layers import Norm, fused_linear, norm_of, read_embedding, read_head, read_norm
 from .rotary import RotaryTables
 from .shapes import FINAL_NORM, decoder_shapes, layer_prefix, norm_names
 from .weights import Weights
@@ -40,9 +40,10 @@ class Attention:
         self.own_norms: tuple[Tensor, Tensor, float] | None = None
         self.fused_norms: dict[str, Any] = {}
         if spec.qk_norm:
-            q_norm = norm_of(spec, weights, ops, f"{module}.q_norm").weight
-            k_norm = norm_of(spec, weights, ops, f"{module}.k_norm").weight
-            if spec.qk_norm == "head" and self.cos_sin is not None:
+            q_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.q_norm"))
+            k_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.k_norm"))
+            is_fused = spec.qk_norm == "head" and spec.qkv_limit is None
+            if is_fused and self.cos_sin is not None:
                 self.fused_norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": spec.rms_norm_eps}
             else:
                 self.own_norms = q_norm, k_norm, spec.rms_norm_eps
@@ -121,6 +122,29 @@ class MixtureOfExperts:
         )
 
 
+class PlainMLP:
+    """``down(gelu(up(x)))``."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: Weights, ops: Ops) -> None:
+        module = f"{layer_prefix(index)}mlp"
+        self.up = fused_linear(weights, ops, module, "up_proj")
+        self.down = fused_linear(weights, ops, module, "down_proj")
+        self.is_tanh = spec.hidden_act == "gelu_pytorch_tanh"
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden_size], and so the result
+        return self.down(self.ops.gelu(self.up(x), is_tanh=self.is_tanh))
+
+
+def _mlp_of(
+    spec: ModelSpec, index: int, weights: Weights, ops: Ops
+) -> GatedMLP | MixtureOfExperts | PlainMLP:
+    experts = spec.layer(index).experts
+    if experts is not None:
+        return MixtureOfExperts(experts, index, weights, ops)
+    return (GatedMLP if spec.has_gate else PlainMLP)(spec, index, weights, ops)
+
+
 class DecoderLayer:
     """Attention, then feed-forward, each with its norms."""
 
@@ -130,12 +154,7 @@ class DecoderLayer:
         self.spec = spec
         self.ops = ops
         self.attention = Attention(spec, index, weights, ops, rotary)
-        experts = spec.layer(index).experts
-        self.mlp = (
-            GatedMLP(spec, index, weights, ops)
-            if experts is None
-            else MixtureOfExperts(experts, index, weights, ops)
-        )
+        self.mlp = _mlp_of(spec, index, weights, ops)
         self.first_norm, self.attention_norm, self.middle_norm, self.mlp_norm = (
             None if name is None else norm_of(spec, weights, ops, layer_prefix(index) + name)
             for name in norm_names(spec)
@@ -150,6 +169,10 @@ class DecoderLayer:
         cache: LayerKVCache,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:  # x and residual of the next layer
+        if self.spec.is_parallel:
+            looked_at = x if self.middle_norm is None else self.middle_norm(residual)
+            x = self.ops.add(self.attention(x, positions, cache, metadata), self.mlp(looked_at))
+            return self._add(x, None, residual, next_norm)
         x = self.attention(x, positions, cache, metadata)
         x, residual = self._add(x, self.attention_norm, residual, self.middle_norm)
         x = self.mlp(x)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.gguf_file import BLOCK_LAYOUTS
+from . import k_quants
+from .k_quants import half
 
-CHUNK_NUMBERS = 1 << 14
-"""Numbers widened to float32 at a time. Chunks stay in the cache and below the size at which torch
-starts its threads, whose barriers cost more than they save on a busy machine."""
+CHUNK_NUMBERS = 1 << 15
+"""Numbers widened to float32 at a time. Chunks stay in the cache and do not exceed the size up to which
+torch works alone: the barriers of its threads cost more than they save on a busy machine."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -38,11 +40,6 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
     return values.view(-1)
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at byte ``start`` of each block, ``[num_blocks, 1]`` float32."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
-
 def _nibbles(packed: Tensor) -> Tensor:
     """``[num_blocks, 16]`` bytes → ``[num_blocks, 32]`` float32: low halves, then high halves."""
     values = torch.empty(packed.shape[0], 32)
@@ -53,18 +50,31 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _q4_0(blocks: Tensor) -> Tensor:
     """18 bytes: scale, 32 numbers of 4 bits around 8."""
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks, 0))
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
     """20 bytes: scale, minimum, 32 numbers of 4 bits."""
-    return _nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return _nibbles(blocks[:, 4:]).mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
     """34 bytes: scale, 32 signed bytes."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks, 0))
 
 
-_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
+_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": k_quants.q5_0,
+    "Q5_1": k_quants.q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": k_quants.q2_k,
+    "Q3_K": k_quants.q3_k,
+    "Q4_K": k_quants.q4_k,
+    "Q5_K": k_quants.q5_k,
+    "Q6_K": k_quants.q6_k,
+    "IQ4_NL": k_quants.iq4_nl,
+    "IQ4_XS": k_quants.iq4_xs,
+}
 QUANTIZED_TYPES = frozenset(_BLOCKS)

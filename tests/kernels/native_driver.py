@@ -27,7 +27,9 @@ from octavo.kernels.cpu_structs import (
     CombineArgs,
     EmbedArgs,
     GateArgs,
+    GeluArgs,
     Instruction,
+    LayerNormArgs,
     LinearArgs,
     OpKind,
     PackRowsArgs,
@@ -174,6 +176,19 @@ class DrivenLibrary:
         yield "residual", _rows(n, a.out_stride, a.size)
         yield "out", _rows(n, a.out_stride, a.size)
 
+    def _layer_norm(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("weight", a.size * 4), ("bias", a.size * 4))
+        yield "x", _rows(n, a.x_stride, a.size)
+        yield "residual", _rows(n, a.residual_stride, a.size)
+        yield "out", _rows(n, a.out_stride, a.size)
+
+    def _gelu(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield "num_tokens", 8
+        yield "x", _rows(n, a.x_stride, a.size)
+        yield "out", _rows(n, a.out_stride, a.size)
+
     def _gate(self, a: Any) -> Iterator[Span]:
         n = _number(a.num_tokens)
         yield "num_tokens", 8
@@ -256,7 +271,9 @@ class DrivenLibrary:
 _SPANS: dict[type[Args], Callable[[DrivenLibrary, Any], Iterator[Span]]] = {
     EmbedArgs: DrivenLibrary._embed,
     RmsNormArgs: DrivenLibrary._rms_norm,
+    LayerNormArgs: DrivenLibrary._layer_norm,
     AddArgs: DrivenLibrary._add,
+    GeluArgs: DrivenLibrary._gelu,
     GateArgs: DrivenLibrary._gate,
     RotaryArgs: DrivenLibrary._rotary,
     StoreKVArgs: DrivenLibrary._store_kv,

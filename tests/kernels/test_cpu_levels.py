@@ -135,6 +135,13 @@ def test_rows(size: int, ops: CpuOps) -> None:
     normed, summed = ops.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(summed, total)
     assert_near(normed, expected, 1e-6)
+    bias = draw(size, seed=3)
+    expected = REFERENCE.layer_norm(x, weight, bias, 1e-5)
+    assert_near(ops.layer_norm(x, weight, bias, 1e-5), expected, 1e-6)
+    assert torch.equal(ops.add(x, residual.clone()), x + residual)
+    for is_tanh in (False, True):
+        expected = REFERENCE.gelu(x * 20, is_tanh=is_tanh)
+        assert_near(ops.gelu(x * 20, is_tanh=is_tanh), expected, 1e-6)
     pair = draw(5, 2 * size) * 20
     assert_near(ops.silu_and_mul(pair), REFERENCE.silu_and_mul(pair), 1e-6)
     assert_near(ops.gelu_and_mul(pair), REFERENCE.gelu_and_mul(pair), 1e-6)

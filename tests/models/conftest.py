@@ -323,16 +323,17 @@ def _write_gguf(
     for name, own in _gguf_tensors(model):
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
-        values = convert(name, own.numpy())
-        num_heads = heads.get(name.split(".")[-2]) if is_permuted else None
-        stored = values if num_heads is None else _permute(values, num_heads)
+        values = own.numpy()
+        stored = np.ascontiguousarray(convert(name, values))
+        if is_permuted and (num_heads := heads.get(name.split(".")[-2])) is not None:
+            stored = _permute(stored, num_heads)
         if values.ndim == 1 or own_name.endswith("ffn_gate_inp.weight"):
             writer.add_tensor(own_name, stored)
             continue
         writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
         own.copy_(torch.from_numpy(rounded))
-    if config.rope_parameters["rope_type"] == "llama3":
+    if config.rope_parameters.get("rope_type") == "llama3":
         plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for name, numbers in tensors.items():
@@ -371,8 +372,10 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_token_list([f"t{index}" for index in range(config.vocab_size)])
 
 
@@ -444,7 +447,7 @@ def write_gguf() -> Callable[..., None]:
 
     Metadata go by GGUFWriter's ``add_`` names, tensors by the gguf package's names for ``arch``. Matrices are
     stored as ``type``; the model's own are rounded to the values that were stored. ``convert`` makes of a
-    tensor's name and values what the file holds; ``tensors`` are further ones.
+    tensor's name and values what the file holds: other rows, or another vector. ``tensors`` are further ones.
     """
     return _write_gguf
 

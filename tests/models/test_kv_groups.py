@@ -10,10 +10,8 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from octavo.engine.checkpoint.checkpoint import open_checkpoint
-from octavo.engine.checkpoint.kv_groups import kv_groups
-from octavo.engine.llm import LLM
 from octavo.engine.api import SamplingParams
+from octavo.engine.llm import LLM
 
 WINDOW = 10
 S, F = "sliding_attention", "full_attention"
