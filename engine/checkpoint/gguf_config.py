@@ -27,7 +27,6 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = _arch_fields(file)
     architecture = _architecture(file, fields)
-    _refuse_features(file)
     spec = _common_spec(architecture, file, fields)
     spec = family_of(architecture).read_gguf(fields, spec)
     check_spec(spec, str(file.path))
@@ -97,11 +96,6 @@ def _one_number(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
         return value[0].item()
     return value
-
-
-def _refuse_features(file: GGUFFile) -> None:
-    if (Fields(file.metadata, str(file.path)).size_or_none("split.count") or 1) > 1:
-        raise CheckpointError(f"{file.path} is one part of a split GGUF; octavo reads one file.")
 
 
 def _vocab_size(file: GGUFFile, fields: Fields) -> int:

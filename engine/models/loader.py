@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,8 @@ from .model import Model
 from .weights import Weights, WeightSource, check_tensors
 from .weights_gguf import GGUFWeights
 from .weights_safetensors import SafetensorsWeights
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -47,7 +50,10 @@ def load_model(
         check_tensors(source, expected, lambda name: family.is_ignored(checkpoint.spec, name))
         kept = ops.quantized_types if keep_quantized else frozenset()
         weights = Weights(source, dtype, device, on_read, kept)
-        return family.build(checkpoint.spec, weights, ops)
+        model = family.build(checkpoint.spec, weights, ops)
+        if isinstance(source, GGUFWeights):
+            logger.info("Matrices of %s: %s", source.path, source.storage())
+        return model
     finally:
         source.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -305,8 +305,18 @@ def _permute(rows: Any, num_heads: int) -> Any:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _write_gguf(model: Any, path: Path, type: str = "F32", **metadata: Any) -> None:
-    """Write a transformers Llama as GGUF and round the model's own weights to what was written."""
+def _write_gguf(
+    model: Any,
+    path: Path,
+    type: str = "F32",
+    blocks: Mapping[str, tuple[str, Any]] | None = None,
+    **metadata: Any,
+) -> None:
+    """Write a transformers Llama as GGUF and round the model's own weights to what was written.
+
+    Args:
+        blocks: type and rows of matrices, ``[rows, bytes]`` uint8, that are written instead.
+    """
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -328,6 +338,11 @@ def _write_gguf(model: Any, path: Path, type: str = "F32", **metadata: Any) -> N
         stored = values if num_heads is None else _permute(values, num_heads)
         if values.ndim == 1:
             writer.add_tensor(_gguf_name(name), stored)
+            continue
+        if blocks and name in blocks:
+            own, rows = gguf.GGMLQuantizationType[blocks[name][0]], blocks[name][1]
+            rows = rows if num_heads is None else _permute(rows, num_heads)
+            writer.add_tensor(_gguf_name(name), rows, raw_dtype=own)
             continue
         writer.add_tensor(_gguf_name(name), gguf.quants.quantize(stored, kind), raw_dtype=kind)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
