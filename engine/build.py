@@ -109,6 +109,7 @@ def build_core(
             ops,
             dtype=place.dtype,
             device=device,
+            max_model_len=place.window,
             keep_quantized=_keeps_quantized(config),
             progress=lambda stage, fraction: report(stage, LOADED * fraction),
         )

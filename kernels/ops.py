@@ -241,8 +241,17 @@ class Ops(Protocol):
         cache: LayerKVCache,
         slot_mapping: Tensor,
         kv_scales: KVScales | None = None,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
         """:meth:`rotary`, then :meth:`store_kv` of the turned keys and the values.
+
+        Args:
+            q_norm: ``[head_dim]``: each head is normed before it is turned, as by :meth:`qk_norm`.
+            k_norm: so for the keys; both or none.
+            eps: of these norms.
 
         Returns:
             The turned queries, ``[num_tokens, num_q_heads, head_dim]``; all three inputs may be overwritten.

@@ -140,9 +140,8 @@ class ReferenceOps:
         k_norm: Tensor | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        """With ``q_norm, k_norm [head_dim]``, each head is normed before it is turned (Qwen3)."""
         if q_norm is not None and k_norm is not None:
-            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+            q, k = self.qk_norm(q, k, q_norm, k_norm, eps)
         q, k = self.rotary(q, k, positions, cos_sin)
         self.store_kv(k, v, cache, slot_mapping, kv_scales)
         return q

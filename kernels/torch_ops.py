@@ -137,7 +137,13 @@ class TorchOps:
         cache: LayerKVCache,
         slot_mapping: Tensor,
         kv_scales: KVScales | None = None,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
+        if q_norm is not None and k_norm is not None:
+            q, k = self.qk_norm(q, k, q_norm, k_norm, eps)
         q, k = self.rotary(q, k, positions, cos_sin)
         self.store_kv(k, v, cache, slot_mapping, kv_scales)
         return q

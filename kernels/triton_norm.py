@@ -47,6 +47,26 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + columns, out, mask=is_inside)
 
 
+@triton.jit
+def norm_heads_kernel(
+    heads_ptr,  # [num_tokens, num_heads, SIZE], overwritten
+    weight_ptr,  # [SIZE]
+    token_stride,
+    head_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < SIZE
+    row = tl.program_id(0).to(tl.int64) * token_stride + tl.program_id(1) * head_stride
+    x = tl.load(heads_ptr + row + columns, mask=is_inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    out = (x * scale * weight).to(heads_ptr.dtype.element_ty)
+    tl.store(heads_ptr + row + columns, out, mask=is_inside)
+
+
 def rms_norm_launch(size: int) -> dict[str, int]:
     """Constants of a launch over rows of ``size`` numbers."""
     block = triton.next_power_of_2(size)
@@ -82,3 +102,23 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
             **rms_norm_launch(size),
         )
     return out
+
+
+def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
+    """RMS norm of ``heads [num_tokens, num_heads, head_dim]`` in place; see :meth:`~.ops.Ops.qk_norm`."""
+    num_tokens, num_heads, head_dim = heads.shape
+    is_whole = len(weight) == num_heads * head_dim
+    if not (is_whole and heads.stride(1) == head_dim) and len(weight) != head_dim:
+        raise ValueError(f"a norm of {len(weight)} for {num_heads} heads of {head_dim}")
+    if len(weight) > MAX_SIZE:
+        raise ValueError(f"a norm over {len(weight)} numbers; the Triton kernel holds {MAX_SIZE}")
+    if num_tokens:
+        norm_heads_kernel[(num_tokens, 1 if is_whole else num_heads)](
+            heads,
+            weight,
+            heads.stride(0),
+            heads.stride(1),
+            eps,
+            enable_fp_fusion=True,
+            **rms_norm_launch(len(weight)),
+        )

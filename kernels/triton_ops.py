@@ -102,7 +102,9 @@ class TritonOps:
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return _norm_heads(q, q_weight, eps), _norm_heads(k, k_weight, eps)
+        triton_norm.norm_heads(q, q_weight, eps)
+        triton_norm.norm_heads(k, k_weight, eps)
+        return q, k
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
@@ -146,10 +148,15 @@ class TritonOps:
         cache: LayerKVCache,
         slot_mapping: Tensor,
         kv_scales: KVScales | None = None,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
         return triton_kv_store.rotary_store(
-            q, k, v, positions, cos_sin, cache, slot_mapping, kv_scales=kv_scales
-        )
+            q, k, v, positions, cos_sin, cache, slot_mapping,
+            kv_scales=kv_scales, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
 
     def attention(
         self,
@@ -218,9 +225,3 @@ def _moves_in_long_runs(blocks: Tensor, src: Tensor, dst: Tensor) -> bool:
     num_runs = sum(1 for _ in neighbours(src.tolist(), dst.tolist()))
     block_bytes = blocks.stride(0) * blocks.element_size()
     return len(src) * block_bytes >= num_runs * COPY_ENGINE_BYTES
-
-
-def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of ``heads [num_tokens, num_heads, head_dim]``, as many numbers together as ``weight`` has."""
-    rows = heads.reshape(-1, len(weight))
-    return triton_norm.rms_norm(rows, weight, eps).view(heads.shape)

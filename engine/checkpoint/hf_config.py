@@ -11,10 +11,10 @@ from typing import Any
 from ..errors import CheckpointError
 from .families import architectures, family_of
 from .fields import Fields
-from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_spec
+from .rope_config import read_rope, window_of
+from .spec import ModelSpec, check_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
-ROPE_TYPES = ("default", "linear", "llama3")
 SLIDING, FULL = LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
@@ -37,6 +37,7 @@ def _common_spec(architecture: str, fields: Fields) -> ModelSpec:
     """From the keys that mean the same in every family."""
     hidden_size, num_q_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = fields.size("head_dim", hidden_size // num_q_heads or None)
+    rope = read_rope(fields, head_dim)
     return ModelSpec(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
@@ -47,8 +48,8 @@ def _common_spec(architecture: str, fields: Fields) -> ModelSpec:
         head_dim=head_dim,
         intermediate_size=fields.size("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, head_dim),
-        max_position_embeddings=fields.size("max_position_embeddings"),
+        rope=rope,
+        max_position_embeddings=window_of(rope, fields.size("max_position_embeddings")),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=False,
         mlp_bias=False,
@@ -102,37 +103,3 @@ def read_layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:
     if len(kinds) != num_layers:
         fields.refuse("layer_types", kinds, f"{num_layers} words")
     return tuple(kinds)
-
-
-def read_rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """From ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (4)."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        fields.refuse("rope_parameters", given, "an object")
-    rope = Fields(given, f"{fields.where}: rope parameters")
-    rope_type = rope.text("rope_type", rope.get("type") or "default")
-    if rope_type not in ROPE_TYPES:
-        raise CheckpointError(
-            f"{fields.where}: rope type {rope_type} is not supported; octavo knows "
-            f"{', '.join(ROPE_TYPES)}."
-        )
-    theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_ROPE_THETA))
-    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if share > 1:
-        rope.refuse("partial_rotary_factor", share, "at most 1")
-    return RopeSpec(theta, int(head_dim * share), _scaling(rope_type, rope, fields))
-
-
-def _scaling(rope_type: str, rope: Fields, fields: Fields) -> dict[str, Any] | None:
-    if rope_type == "default":
-        return None
-    scaling: dict[str, Any] = {"rope_type": rope_type, "factor": rope.number("factor")}
-    if rope_type == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            rope.refuse("high_freq_factor", high, f"above low_freq_factor, {low}")
-        scaling |= {"low_freq_factor": low, "high_freq_factor": high}
-        original = "original_max_position_embeddings"
-        window = fields.size(original, fields.size("max_position_embeddings"))
-        scaling[original] = rope.size(original, window)
-    return scaling

@@ -24,6 +24,9 @@ class RopeSpec:
     ``scaling`` is ``None`` for plain frequencies, else a mapping with ``rope_type``:
 
     - ``linear``: ``factor``;
+    - ``yarn``: ``factor``, ``beta_fast``, ``beta_slow``, ``truncate``, ``original_max_position_embeddings``;
+    - ``longrope``: ``short_factor`` and ``long_factor``, one divisor per frequency each, and
+      ``original_max_position_embeddings``, past which the long ones count;
     - ``llama3``: ``factor``, ``low_freq_factor``, ``high_freq_factor``,
       ``original_max_position_embeddings``;
     - ``factors``: ``factors``, one divisor per frequency, as GGUF files carry them.
@@ -32,6 +35,7 @@ class RopeSpec:
     theta: float
     rotary_dim: int  # the first rotary_dim numbers of a head are rotated
     scaling: Mapping[str, Any] | None = None
+    attention_factor: float = 1.0  # cosines and sines are multiplied by it
 
 
 @dataclass(frozen=True)

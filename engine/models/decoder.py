@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -36,9 +37,15 @@ class Attention:
         names = ("qkv_proj",) if spec.has_fused_tensors else ("q_proj", "k_proj", "v_proj")
         self.qkv = fused_linear(weights, ops, module, *names)
         self.out = fused_linear(weights, ops, module, "o_proj")
+        self.own_norms: tuple[Tensor, Tensor, float] | None = None
+        self.fused_norms: dict[str, Any] = {}
         if spec.qk_norm:
-            self.q_norm = norm_of(spec, weights, ops, f"{module}.q_norm").weight
-            self.k_norm = norm_of(spec, weights, ops, f"{module}.k_norm").weight
+            q_norm = norm_of(spec, weights, ops, f"{module}.q_norm").weight
+            k_norm = norm_of(spec, weights, ops, f"{module}.k_norm").weight
+            if spec.qk_norm == "head" and self.cos_sin is not None:
+                self.fused_norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": spec.rms_norm_eps}
+            else:
+                self.own_norms = q_norm, k_norm, spec.rms_norm_eps
 
     def __call__(
         self,
@@ -51,12 +58,13 @@ class Attention:
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         q = heads[:, : spec.num_q_heads]
         k, v = heads[:, spec.num_q_heads :].chunk(2, dim=1)
-        if spec.qk_norm:
-            q, k = ops.qk_norm(q, k, self.q_norm, self.k_norm, spec.rms_norm_eps)
+        if self.own_norms is not None:
+            q, k = ops.qk_norm(q, k, *self.own_norms)
         if self.cos_sin is None:
             ops.store_kv(k, v, cache, slots)
         else:
-            q = ops.rotary_store(q, k, v, positions, self.cos_sin, cache, slots)
+            norms = self.fused_norms
+            q = ops.rotary_store(q, k, v, positions, self.cos_sin, cache, slots, **norms)
         mixed = ops.attention(
             q,
             cache,

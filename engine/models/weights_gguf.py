@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import QuantizedRows
-from ..checkpoint.gguf_config import ROPE_FACTORS
+from ..checkpoint.gguf_config import ROPE_TENSORS
 from ..checkpoint.gguf_file import GGUFFile
 from ..checkpoint.spec import ModelSpec
 from .dequantize import AS_Q8_0, QUANTIZED_TYPES, dequantize, to_q8_0
@@ -21,7 +21,7 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile, spec: ModelSpec, family: Family) -> None:
         self.path = file.path
         self.shapes = {
-            name: tensor.shape for name, tensor in file.tensors.items() if name != ROPE_FACTORS
+            name: tensor.shape for name, tensor in file.tensors.items() if name not in ROPE_TENSORS
         }
         self._file = file
         self._spec = spec

@@ -48,6 +48,17 @@ def test_norms(arch: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_norms_of_heads(arch: str, dtype: torch.dtype) -> None:
+    def call() -> None:
+        heads = _meta(7, 40, 128, dtype=dtype)
+        triton_norm.norm_heads(heads[:, :32], _meta(128, dtype=dtype), 1e-5)
+        triton_norm.norm_heads(heads[:, :32], _meta(4096, dtype=dtype), 1e-5)
+
+    _check(arch, call, 2)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_gates(arch: str, dtype: torch.dtype) -> None:
     def call() -> None:
         for size in (1536, 14336):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from octavo.kernels import cpu_build
 from octavo.kernels.cpu_structs import (
+    AddArgs,
     Args,
     AttentionArgs,
     EmbedArgs,
@@ -156,10 +157,17 @@ class DrivenLibrary:
         yield "out", _rows(n, a.out_stride, a.hidden)
 
     def _rms_norm(self, a: Any) -> Iterator[Span]:
-        n = _number(a.num_tokens)
+        n, token = _number(a.num_tokens), (a.num_heads - 1) * a.head_stride + a.size
         yield from (("num_tokens", 8), ("weight", a.size * 4))
-        yield "x", _rows(n, a.x_stride, a.size)
+        yield "x", _rows(n, a.x_stride, token)
         yield "residual", _rows(n, a.residual_stride, a.size)
+        yield "out", _rows(n, a.out_stride, token)
+
+    def _add(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield "num_tokens", 8
+        yield "x", _rows(n, a.x_stride, a.size)
+        yield "residual", _rows(n, a.out_stride, a.size)
         yield "out", _rows(n, a.out_stride, a.size)
 
     def _gate(self, a: Any) -> Iterator[Span]:
@@ -223,6 +231,7 @@ class DrivenLibrary:
 _SPANS: dict[type[Args], Callable[[DrivenLibrary, Any], Iterator[Span]]] = {
     EmbedArgs: DrivenLibrary._embed,
     RmsNormArgs: DrivenLibrary._rms_norm,
+    AddArgs: DrivenLibrary._add,
     GateArgs: DrivenLibrary._gate,
     RotaryArgs: DrivenLibrary._rotary,
     StoreKVArgs: DrivenLibrary._store_kv,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu_build import load_library
 from octavo.kernels.cpu_structs import (
+    AddArgs,
     Args,
     EmbedArgs,
     GateArgs,
@@ -104,10 +105,42 @@ class Caller:
             weight=weight.data_ptr(),
             eps=eps,
             size=x.shape[1],
+            num_heads=1,
             out=out.data_ptr(),
             out_stride=out.stride(0),
         )
         return self._checked(whole, out)
+
+    def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> None:
+        self._run(
+            RmsNormArgs,
+            len(heads),
+            x=heads.data_ptr(),
+            x_stride=heads.stride(0),
+            weight=weight.data_ptr(),
+            eps=eps,
+            size=heads.shape[2],
+            num_heads=heads.shape[1],
+            head_stride=heads.stride(1),
+            out=heads.data_ptr(),
+            out_stride=heads.stride(0),
+        )
+
+    def add(self, x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
+        """In place, as the op set does: in ``residual``, or in ``x`` if there is none."""
+        out = x if residual is None else residual
+        self._run(
+            AddArgs,
+            len(x),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            factor=factor,
+            size=x.shape[1],
+            residual=None if residual is None else residual.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+        )
+        return out
 
     def gate(self, x: Tensor, kind: int) -> Tensor:
         whole, out = self._out(x.shape[0], x.shape[1] // 2)
@@ -234,11 +267,43 @@ def test_rms_norm_in_place(native: ctypes.CDLL) -> None:
         weight=weight.data_ptr(),
         eps=1e-5,
         size=77,
+        num_heads=1,
         out=x.data_ptr(),
         out_stride=77,
     )
     run(native, [step], 2)
     assert_same_bits(x, expected)
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 24, 64, 65, 128])
+def test_norm_of_heads(head_dim: int, call: Caller) -> None:
+    whole, weight = draw(4, 5, head_dim), draw(head_dim, seed=1)
+    before = whole.clone()
+    heads = whole[:, 1:4]  # as q and k lie in qkv
+    expected = REFERENCE.rms_norm(heads, weight, 1e-5)
+    call.norm_heads(heads, weight, 1e-5)
+    torch.testing.assert_close(heads, expected, rtol=2e-6, atol=1e-30)
+    assert_same_bits(whole[:, ::4], before[:, ::4])
+    alone = [call.rms_norm(before[:, head].clone(), weight, 1e-5) for head in (1, 2, 3)]
+    assert_same_bits(heads, torch.stack(alone, dim=1))
+
+
+# --- sums ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scale(size: int, call: Caller) -> None:
+    x = wide(draw(5, size))
+    expected = x * 0.22
+    assert_same_bits(call.add(x, 0.22), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_add(size: int, call: Caller) -> None:
+    x, residual = wide(draw(5, size)), wide(draw(5, size, seed=2))
+    before, expected = x.clone(), x + residual
+    assert_same_bits(call.add(x, 1.0, residual), expected)
+    assert_same_bits(x, before)
 
 
 # --- gates -----------------------------------------------------------------------------------------
@@ -374,7 +439,12 @@ def all_ops(caller: Caller, x: Tensor, order: list[int]) -> list[Tensor]:
     heads = rows[:, :320].reshape(-1, 10, 32).clone()
     caller.rotary(heads, torch.tensor(order), cos_sin)
     residual = rows[:, size:].clone()
+    normed = rows[:, :320].reshape(-1, 10, 32).clone()
+    caller.norm_heads(normed, weight[:32], 1e-5)
     return [
+        normed,
+        caller.add(rows[:, :size].clone(), 0.3),
+        caller.add(rows[:, :size], 1.0, rows[:, size:].clone()),
         caller.rms_norm(rows[:, :size], weight, 1e-5),
         caller.rms_norm(rows[:, :size], weight, 1e-5, residual),
         residual,

@@ -54,6 +54,39 @@ def test_rms_norm_squares_in_float32(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_whole", [False, True], ids=["head", "token"])
+def test_norms_of_queries_and_keys(dtype: torch.dtype, is_whole: bool) -> None:
+    qkv = _randn(3, 8, 24, dtype=dtype)
+    q, k = qkv[:, :4], qkv[:, 4:6]
+    q_weight = _randn(4 * 24 if is_whole else 24, dtype=dtype, seed=1)
+    k_weight = _randn(2 * 24 if is_whole else 24, dtype=dtype, seed=2)
+    expected = ReferenceOps().qk_norm(q, k, q_weight, k_weight, 1e-5)
+    got = TorchOps().qk_norm(q.clone(), k.clone(), q_weight, k_weight, 1e-5)
+    for one, other in zip(got, expected, strict=True):
+        _assert_close(one, other)
+
+
+def test_norm_of_queries_and_keys_is_the_formula(ops: Ops) -> None:
+    q = torch.tensor([[[3.0, 4.0], [6.0, 8.0]]])
+    k = q[:, :1].clone()
+    weight, whole = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    by_head = torch.tensor([[[3.0, 8.0], [3.0, 8.0]]]) / math.sqrt(12.5)
+    got, key = ops.qk_norm(q.clone(), k.clone(), weight, weight, 0.0)
+    torch.testing.assert_close(got, by_head)
+    torch.testing.assert_close(key, by_head[:, :1])
+    got, _ = ops.qk_norm(q.clone(), k.clone(), whole, weight, 0.0)
+    by_token = torch.tensor([[[3.0, 8.0], [18.0, 32.0]]]) / math.sqrt(125 / 4)
+    torch.testing.assert_close(got, by_token)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_and_sums(dtype: torch.dtype, ops: Ops) -> None:
+    x, residual = _randn(5, 33, dtype=dtype), _randn(5, 33, dtype=dtype, seed=1)
+    torch.testing.assert_close(ops.scale(x.clone(), 0.22), (x.float() * 0.22).to(dtype))
+    torch.testing.assert_close(ops.add(x, residual.clone()), x + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(dtype: torch.dtype) -> None:
     x = _randn(7, 2 * 33, dtype=dtype)
     fast, oracle = TorchOps(), ReferenceOps()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -57,7 +58,8 @@ def _make_tiny(family: str = "llama", **changes: Any) -> Any:
 
 def _tiny_of(model_class: Any, config_class: Any, **changes: Any) -> Any:
     torch.manual_seed(7)
-    sizes = TINY | {"vocab_size": VOCAB_SIZE, "pad_token_id": 0} | changes
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = TINY | {"vocab_size": VOCAB_SIZE} | special | changes
     model = model_class(config_class(**sizes))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -92,7 +94,7 @@ class PagedModel:
         counts = [len(row.tokens) - row.start for row in rows]
         with torch.inference_mode():
             hidden = self._forward(*_step_inputs(rows, counts))
-            return list(self.model.logits(hidden).split(counts))
+            return list(self.model.logits(hidden).split(counts))  # type: ignore[no-untyped-call]
 
 
 def _step_inputs(
@@ -122,18 +124,24 @@ def _step_inputs(
 class FamilyCheck:
     """octavo's model beside the transformers model that its folder was saved from."""
 
-    def __init__(self, theirs: Any, folder: Path, length: int) -> None:
+    def __init__(self, theirs: Any, folder: Path, length: int, shortest: int) -> None:
         self.theirs = theirs
         self.folder = folder
         random = torch.Generator().manual_seed(3)
         self.long, other = torch.randint(3, VOCAB_SIZE - 3, (2, length), generator=random).tolist()
         self.shared = 2 * BLOCK_SIZE
         self.hit = self.long[: self.shared] + other[: length // 2]
-        self.short = other[:5]
+        self.short = other[:shortest]
 
-    def logits(self, ops: Ops) -> None:
+    def logits(self, ops: Ops, max_model_len: int | None = None) -> None:
         """Prefill in one piece and in pieces, decode, batches of all kinds of rows, a prefix hit."""
-        ours = load_model(open_checkpoint(self.folder), ops, dtype=torch.float32, device=CPU)
+        ours = load_model(
+            open_checkpoint(self.folder),
+            ops,
+            dtype=torch.float32,
+            device=CPU,
+            max_model_len=max_model_len,
+        )
         expected = _transformers_logits(self.theirs, self.long)
         for chunks in ([len(self.long)], [1], [3], [7], [30, 1, 1, 3]):
             _assert_close(self._in_pieces(ours, ops, chunks), expected)
@@ -168,10 +176,10 @@ class FamilyCheck:
             [
                 Row(self.long[:-1], last, blocks),
                 Row(self.hit[:-3], self.shared, hit_blocks),
-                Row(self.short[:3], 0, short_blocks),
+                Row(self.short[:-2], 0, short_blocks),
             ],
             [
-                Row(self.short[:4], 3, short_blocks),
+                Row(self.short[:-1], len(self.short) - 2, short_blocks),
                 Row(self.long, last + 1, blocks),
                 Row(self.hit, len(self.hit) - 3, hit_blocks),
             ],
@@ -275,30 +283,6 @@ def _feed(model: Model, ops: Ops, token_ids: Sequence[int], chunks: Sequence[int
     return torch.cat(logits)
 
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def _gguf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if not module.startswith("model.layers."):
-        return f"{_GGUF_NAMES[module]}.{kind}"
-    index, _, rest = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{index}.{_GGUF_NAMES[rest]}.{kind}"
-
-
 def _permute(rows: Any, num_heads: int) -> Any:
     """How llama.cpp's converter stores q and k."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
@@ -309,51 +293,72 @@ def _write_gguf(
     model: Any,
     path: Path,
     type: str = "F32",
-    blocks: Mapping[str, tuple[str, Any]] | None = None,
+    *,
+    arch: str = "llama",
+    is_permuted: bool = True,
+    convert: Callable[[str, Any], Any] = lambda name, values: values,
+    tensors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    blocks: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
     **metadata: Any,
 ) -> None:
-    """Write a transformers Llama as GGUF and round the model's own weights to what was written.
+    """Write a transformers model as GGUF and round the model's own weights to what was written.
 
     Args:
         blocks: type and rows of matrices, ``[rows, bytes]`` uint8, that are written instead.
     """
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    config, writer = model.config, gguf.GGUFWriter(path, arch)
+    _add_metadata(writer, config)
+    for key, value in metadata.items():
+        getattr(writer, f"add_{key}")(value)
+    kind = gguf.GGMLQuantizationType[type]
+    names = gguf.get_tensor_name_map(_gguf_arch(arch), config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, parameter in model.named_parameters():
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
+        values = convert(name, parameter.detach().numpy())
+        num_heads = heads.get(name.split(".")[-2]) if is_permuted else None
+        stored = values if num_heads is None else _permute(values, num_heads)
+        if values.ndim == 1:
+            writer.add_tensor(own_name, stored)
+            continue
+        if name in blocks:
+            own_type, rows = blocks[name]
+            rows = rows if num_heads is None else _permute(rows, num_heads)
+            writer.add_tensor(own_name, rows, raw_dtype=gguf.GGMLQuantizationType[own_type])
+            continue
+        writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        parameter.data.copy_(torch.from_numpy(rounded))
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for name, numbers in tensors.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_arch(name: str) -> Any:
+    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+
+
+def _add_metadata(writer: Any, config: Any) -> None:
+    """What all architectures say alike."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list([f"t{index}" for index in range(config.vocab_size)])
-    for key, value in metadata.items():
-        getattr(writer, f"add_{key}")(value)
-    kind = gguf.GGMLQuantizationType[type]
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, parameter in model.named_parameters():
-        values, num_heads = parameter.detach().numpy(), heads.get(name.split(".")[-2])
-        stored = values if num_heads is None else _permute(values, num_heads)
-        if values.ndim == 1:
-            writer.add_tensor(_gguf_name(name), stored)
-            continue
-        if blocks and name in blocks:
-            own, rows = gguf.GGMLQuantizationType[blocks[name][0]], blocks[name][1]
-            rows = rows if num_heads is None else _permute(rows, num_heads)
-            writer.add_tensor(_gguf_name(name), rows, raw_dtype=own)
-            continue
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(stored, kind), raw_dtype=kind)
-        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-        parameter.data.copy_(torch.from_numpy(rounded))
-    if config.rope_parameters["rope_type"] == "llama3":
-        plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
-        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def _transformers_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
@@ -420,9 +425,11 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable[..., None]:
-    """``write_gguf(model, path, type="F32", **metadata)``: metadata by GGUFWriter's ``add_`` names.
+    """``write_gguf(model, path, type="F32", arch="llama", is_permuted=True, convert=..., **metadata)``.
 
-    Matrices are stored as ``type``; the model's own are rounded to the values that were stored.
+    Metadata go by GGUFWriter's ``add_`` names, tensors by the gguf package's names for ``arch``. Matrices are
+    stored as ``type``; the model's own are rounded to the values that were stored. ``convert`` makes of a
+    tensor's name and values what the file holds; ``tensors`` are further ones.
     """
     return _write_gguf
 
@@ -445,9 +452,17 @@ def tiny_of() -> Callable[..., Any]:
 
 @pytest.fixture
 def check_family(save: Callable[..., Path]) -> Callable[..., FamilyCheck]:
-    """``check_family(theirs, length=61)``: compare with octavo's by its ``logits`` and ``greedy``."""
+    """``check_family(theirs, length=61, shortest=5)``: compare with octavo's by its ``logits`` and ``greedy``.
 
-    def check(theirs: Any, length: int = 61) -> FamilyCheck:
-        return FamilyCheck(theirs, save(theirs), length)
+    Args:
+        path: of a checkpoint of the model; by default it is saved as a folder.
+        length: of the longest sequence.
+        shortest: length of the shortest.
+    """
+
+    def check(
+        theirs: Any, length: int = 61, shortest: int = 5, path: Path | None = None
+    ) -> FamilyCheck:
+        return FamilyCheck(theirs, path or save(theirs), length, shortest)
 
     return check

@@ -54,6 +54,28 @@ def test_norms(dtype: torch.dtype, size: tuple[int, int]) -> None:
         _assert_close(one, other)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "is_whole"), [(64, False), (24, False), (24, True), (1, True)]
+)
+def test_norms_of_heads(dtype: torch.dtype, head_dim: int, is_whole: bool) -> None:
+    qkv = _randn(3, 7, head_dim, dtype=dtype)
+    before, heads = qkv.clone(), qkv[:, 1:5]
+    weight = _randn(4 * head_dim if is_whole else head_dim, dtype=dtype, seed=1)
+    expected, _ = ORACLE.qk_norm(heads, heads, weight, weight, 1e-5)
+    triton_norm.norm_heads(heads, weight, 1e-5)
+    _assert_close(heads, expected)
+    assert torch.equal(qkv[:, 0], before[:, 0])
+    assert torch.equal(qkv[:, 5:], before[:, 5:])
+
+
+@pytest.mark.smoke
+def test_norms_of_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="a norm of 7 for 2 heads of 8"):
+        triton_norm.norm_heads(torch.ones(1, 2, 8), torch.ones(7), 1e-5)
+
+
 @given(st.integers(0, 3), st.integers(1, 700), st.sampled_from(DTYPES), st.integers(0, 99))
 @settings(max_examples=25)
 def test_norms_of_any_length(num_rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
