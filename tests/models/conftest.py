@@ -310,9 +310,14 @@ def _write_gguf(
     is_permuted: bool = True,
     convert: Callable[[str, Any], Any] = lambda name, values: values,
     tensors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    blocks: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
     **metadata: Any,
 ) -> None:
-    """Write a transformers model as GGUF and round the model's own weights to what was written."""
+    """Write a transformers model as GGUF and round the model's own weights to what was written.
+
+    Args:
+        blocks: type and rows of matrices, ``[rows, bytes]`` uint8, that are written instead.
+    """
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     _add_metadata(writer, config)
     for key, value in metadata.items():
@@ -329,6 +334,11 @@ def _write_gguf(
             stored = _permute(stored, num_heads)
         if values.ndim == 1 or own_name.endswith("ffn_gate_inp.weight"):
             writer.add_tensor(own_name, stored)
+            continue
+        if name in blocks:
+            own_type, rows = blocks[name]
+            rows = rows if num_heads is None else _permute(rows, num_heads)
+            writer.add_tensor(own_name, rows, raw_dtype=gguf.GGMLQuantizationType[own_type])
             continue
         writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)

@@ -194,32 +194,6 @@ def test_unquantized_files_say_their_dtype(
     assert (spec.dtype, spec.is_quantized, spec.quantization) == (dtype, False, None)
 
 
-@pytest.mark.parametrize("type", TYPES)
-def test_dequantize_equals_the_gguf_package(type: str) -> None:
-    """Over more than one chunk, bit for bit."""
-    kind = gguf.GGMLQuantizationType[type]
-    values = np.random.default_rng(5).normal(size=(5, CHUNK_NUMBERS // 2)).astype(np.float32)
-    stored = gguf.quants.quantize(values, kind)
-    ours = dequantize(torch.from_numpy(stored.view(np.uint8).ravel()), type, torch.float32)
-    theirs = gguf.quants.dequantize(stored, kind).ravel()
-    assert np.array_equal(ours.numpy(), theirs)
-
-
-def test_dequantize_rounds_once_to_the_wanted_type() -> None:
-    block = struct.pack("<e", 0.25) + bytes(range(32))
-    data = torch.frombuffer(bytearray(block), dtype=torch.uint8)
-    got = dequantize(data, "Q8_0", torch.bfloat16)
-    assert got.dtype == torch.bfloat16
-    assert got.tolist() == [0.25 * number for number in range(32)]
-
-
-def test_neighbours_are_put_into_halves() -> None:
-    rows = torch.tensor([0, 10, 1, 11, 2, 12, 100, 110, 101, 111, 102, 112])
-    expected = [0, 1, 2, 10, 11, 12, 100, 101, 102, 110, 111, 112]
-    assert halves_from_pairs(rows, 2).tolist() == expected
-    assert halves_from_pairs(rows[:, None], 2).flatten().tolist() == expected
-
-
 def test_read_gives_private_bytes(
     tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
 ) -> None:
