@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from model_shapes import Shape
 
+from octavo.engine.checkpoint.families import family_of
 from octavo.engine.checkpoint.hf_config import read_spec
-from octavo.engine.models.llama import tensor_shapes
 from octavo.engine.models.model import Model
-from octavo.engine.models.registry import family_of
+from octavo.engine.models.shapes import decoder_shapes
 from octavo.engine.models.weights import Weights
 from octavo.kernels.ops import Ops, QuantizedRows
 
@@ -67,7 +67,7 @@ def write_model(folder: Path, shape: Shape, dtype: torch.dtype, device: str = "c
     place, random = torch.device(device), torch.Generator(device).manual_seed(0)
     tensors = {
         name: random_tensor(name, size, place, random).to(dtype).cpu()
-        for name, size in tensor_shapes(read_spec(config, "shape")).items()
+        for name, size in decoder_shapes(read_spec(config, "shape")).items()
     }
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
@@ -104,6 +104,9 @@ class _RandomSource:
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         return random_tensor(name, self.shapes[name], self._device, self._random).to(dtype)
 
+    def block_type(self, name: str) -> str | None:
+        return None
+
     def load_blocks(self, name: str) -> QuantizedRows | None:
         return None
 
@@ -114,5 +117,5 @@ class _RandomSource:
 def build_model(shape: Shape, ops: Ops, dtype: torch.dtype, device: torch.device) -> Model:
     """The model, its weights drawn where they stay."""
     spec = read_spec(config_of(shape, dtype), "shape")
-    source = _RandomSource(dict(tensor_shapes(spec)), device)
+    source = _RandomSource(dict(decoder_shapes(spec)), device)
     return family_of(spec.architecture).build(spec, Weights(source, dtype, device), ops)

@@ -23,6 +23,13 @@ enum OpKind : int64_t {
   kPackRows = 6,
   kLinear = 7,
   kSample = 8,
+  kAdd = 9,
+  kLayerNorm = 20,
+  kGelu = 21,
+  kRoute = 30,
+  kSortExperts = 31,
+  kCombine = 32,
+  kClamp = 33,
 };
 
 enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };

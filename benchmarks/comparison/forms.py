@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.engine.checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
-from octavo.engine.models.llama import tensor_shapes
 from octavo.engine.models.loader import open_weights
+from octavo.engine.models.shapes import decoder_shapes
 from octavo.engine.text.gguf_tokenizer import build_gguf_tokenizer
 
 GGUF_TYPES = {
@@ -97,7 +97,7 @@ def _write_folder(source: Path, target: Path) -> None:
     weights = open_weights(checkpoint)
     tensors = {
         name: weights.load(name, torch.bfloat16).contiguous().clone()
-        for name in tensor_shapes(checkpoint.spec)
+        for name in decoder_shapes(checkpoint.spec)
     }
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(_hf_config(checkpoint), indent=1))

@@ -1,7 +1,4 @@
-"""GGUF metadata, read into a :class:`ModelSpec`.
-
-Owns the metadata keys and tensor names of the ``llama`` architecture, which Mistral files use too.
-"""
+"""GGUF metadata, read into a :class:`ModelSpec`: the keys that llama.cpp's architectures share."""
 
 from __future__ import annotations
 
@@ -12,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
+from .families import families, family_of
 from .fields import Fields
 from .gguf_file import QUANTIZED_TYPES, GGUFFile
+from .rope_config import ORIGINAL, Scaling, window_of, yarn_attention_factor
 from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_spec
 
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -28,15 +28,25 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         CheckpointError: the architecture or a feature is not supported, or a value is missing or
             senseless.
     """
-    architecture = _architecture(file)
     fields = _arch_fields(file)
-    _refuse_features(file, fields)
+    architecture = _architecture(file, fields)
+    family = family_of(architecture)
+    spec = family.read_gguf(fields, _common_spec(architecture, file, fields))
+    if family.has_gguf_pairs and spec.rope.rotary_dim != spec.head_dim:
+        size = f"the head's size {spec.head_dim}"
+        fields.refuse("rope.dimension_count", spec.rope.rotary_dim, size)
+    check_spec(spec, str(file.path))
+    return spec
+
+
+def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec:
     num_q_heads = fields.size("attention.head_count")
     hidden_size = fields.size("embedding_length")
     head_dim = fields.size("attention.key_length", hidden_size // num_q_heads or None)
     if fields.size("attention.value_length", head_dim) != head_dim:
         fields.refuse("attention.value_length", fields.get("attention.value_length"), str(head_dim))
-    spec = ModelSpec(
+    rope = _rope(file, fields, head_dim)
+    return ModelSpec(
         architecture=architecture,
         vocab_size=_vocab_size(file, fields),
         hidden_size=hidden_size,
@@ -45,33 +55,48 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         num_kv_heads=fields.size("attention.head_count_kv", num_q_heads),
         head_dim=head_dim,
         intermediate_size=fields.size("feed_forward_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, fields, head_dim),
-        max_position_embeddings=fields.size("context_length"),
+        rms_norm_eps=_norm_eps(fields),
+        rope=rope,
+        max_position_embeddings=window_of(rope, fields.size("context_length")),
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        attention_bias=any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv")),
+        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         hidden_act="silu",
-        sliding_window=fields.size_or_none("attention.sliding_window"),
+        sliding_window=None,
         **_storage(file),
     )
-    check_spec(spec, str(file.path))
-    return spec
 
 
-def _architecture(file: GGUFFile) -> str:
-    name = Fields(file.metadata, str(file.path)).text("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path}: architecture {name} is not supported; octavo reads GGUF files of "
-            f"{', '.join(GGUF_ARCHITECTURES)}."
-        )
-    return GGUF_ARCHITECTURES[name]
+def _norm_eps(fields: Fields) -> float:
+    """Models with layer norms write it otherwise."""
+    key = "attention.layer_norm_epsilon"
+    return fields.number(key if fields.get(key) else "attention.layer_norm_rms_epsilon")
+
+
+def _architecture(file: GGUFFile, fields: Fields) -> str:
+    """transformers' name of what llama.cpp calls ``general.architecture``."""
+    name = _name(file)
+    named = [family for family in families() if family.gguf_architecture == name]
+    for family in named:
+        if family.accepts_gguf(fields):
+            return family.architectures[0]
+    if named:
+        raise CheckpointError(f"{file.path}: mixtures of experts are not supported for {name}.")
+    known = dict.fromkeys(f.gguf_architecture for f in families() if f.gguf_architecture)
+    raise CheckpointError(
+        f"{file.path}: architecture {name} is not supported; octavo reads GGUF files of "
+        f"{', '.join(known)}."
+    )
+
+
+def _name(file: GGUFFile) -> str:
+    return Fields(file.metadata, str(file.path)).text("general.architecture")
 
 
 def _arch_fields(file: GGUFFile) -> Fields:
     """The keys of the architecture without its name; equal numbers per layer become one."""
-    prefix = file.metadata["general.architecture"] + "."
+    prefix = _name(file) + "."
     values = {
         key.removeprefix(prefix): _one_number(value)
         for key, value in file.metadata.items()
@@ -86,13 +111,6 @@ def _one_number(value: Any) -> Any:
     return value
 
 
-def _refuse_features(file: GGUFFile, fields: Fields) -> None:
-    if fields.size_or_none("expert_count"):
-        raise CheckpointError(f"{file.path}: mixtures of experts are not supported.")
-    if (Fields(file.metadata, str(file.path)).size_or_none("split.count") or 1) > 1:
-        raise CheckpointError(f"{file.path} is one part of a split GGUF; octavo reads one file.")
-
-
 def _vocab_size(file: GGUFFile, fields: Fields) -> int:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     return fields.size("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
@@ -100,40 +118,73 @@ def _vocab_size(file: GGUFFile, fields: Fields) -> int:
 
 def _rope(file: GGUFFile, fields: Fields, head_dim: int) -> RopeSpec:
     rotary_dim = fields.size("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        fields.refuse("rope.dimension_count", rotary_dim, f"the head's size {head_dim}")
     theta = fields.number("rope.freq_base", DEFAULT_ROPE_THETA)
-    return RopeSpec(theta, rotary_dim, _scaling(file, fields, rotary_dim))
+    scaling, attention_factor = _scaling(file, fields, rotary_dim)
+    return RopeSpec(theta, rotary_dim, scaling, attention_factor)
 
 
-def _scaling(file: GGUFFile, fields: Fields, rotary_dim: int) -> Mapping[str, Any] | None:
+def _scaling(file: GGUFFile, fields: Fields, rotary_dim: int) -> Scaling:
     is_old_linear = fields.get("rope.scale_linear") is not None
     kind = fields.text("rope.scaling.type", "linear" if is_old_linear else "none")
-    if kind not in ("none", "linear"):
+    if kind not in ("none", "linear", "yarn", "longrope"):
         raise CheckpointError(
-            f"{file.path}: rope scaling {kind} is not supported; octavo knows none and linear."
+            f"{file.path}: rope scaling {kind} is not supported; octavo knows none, linear, yarn and "
+            "longrope."
         )
+    attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
     if ROPE_FACTORS in file.tensors:
-        if kind == "linear":
-            raise CheckpointError(f"{file.path}: {ROPE_FACTORS} beside linear rope scaling.")
-        return {"rope_type": "factors", "factors": _rope_factors(file, rotary_dim)}
+        if kind != "none":
+            raise CheckpointError(f"{file.path}: {ROPE_FACTORS} beside {kind} rope scaling.")
+        return {"rope_type": "factors", "factors": _factors(file, ROPE_FACTORS, rotary_dim)}, 1.0
+    if LONG_FACTORS in file.tensors:
+        return _longrope(file, fields, rotary_dim), attention_factor
+    if kind == "longrope":
+        raise CheckpointError(f"{file.path}: longrope without the tensor {LONG_FACTORS}.")
     if kind == "none":
-        return None
+        return None, 1.0
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
-    return {"rope_type": "linear", "factor": factor}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}, 1.0
+    return _yarn(fields, factor), attention_factor * yarn_attention_factor(factor)
 
 
-def _rope_factors(file: GGUFFile, rotary_dim: int) -> tuple[float, ...]:
+def _yarn(fields: Fields, factor: float) -> Mapping[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        "truncate": True,
+        ORIGINAL: _original_window(fields),
+    }
+
+
+def _longrope(file: GGUFFile, fields: Fields, rotary_dim: int) -> Mapping[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": _factors(file, SHORT_FACTORS, rotary_dim),
+        "long_factor": _factors(file, LONG_FACTORS, rotary_dim),
+        ORIGINAL: _original_window(fields),
+    }
+
+
+def _original_window(fields: Fields) -> int:
+    return fields.size("rope.scaling.original_context_length", fields.size("context_length"))
+
+
+def _factors(file: GGUFFile, name: str, rotary_dim: int) -> tuple[float, ...]:
     """One divisor per frequency: how GGUF files store the scaling of Llama 3.1 and later."""
-    tensor = file.tensors[ROPE_FACTORS]
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{file.path} lacks the tensor {name}.")
     if tensor.type != "F32" or tensor.shape != (rotary_dim // 2,):
         raise CheckpointError(
-            f"{file.path}: tensor {ROPE_FACTORS} must be F32 of shape {[rotary_dim // 2]}, "
+            f"{file.path}: tensor {name} must be F32 of shape {[rotary_dim // 2]}, "
             f"got {tensor.type} of shape {list(tensor.shape)}."
         )
-    factors = file.read(ROPE_FACTORS).view("<f4")
+    factors = file.read(name).view("<f4")
     if not (np.isfinite(factors) & (factors > 0)).all():
-        raise CheckpointError(f"{file.path}: {ROPE_FACTORS} holds divisors that are not positive.")
+        raise CheckpointError(f"{file.path}: {name} holds divisors that are not positive.")
     return tuple(factors.tolist())
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ...kernels.ops import Ops
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.families import family_of
+from ..checkpoint.spec import ModelSpec
 from .model import Model
-from .registry import family_of
 from .weights import Weights, WeightSource, check_tensors
 from .weights_gguf import GGUFWeights
 from .weights_safetensors import SafetensorsWeights
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -21,6 +26,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    max_model_len: int | None = None,
     progress: Callable[[str, float], None] | None = None,
     keep_quantized: bool = False,
 ) -> Model:
@@ -28,6 +34,7 @@ def load_model(
 
     Args:
         dtype: of weights and activations.
+        max_model_len: positions that may come; ``None``: all of the model's.
         keep_quantized: use quantised matrices as they are, where the op set can.
         progress: called with ``"loading"`` and the share of tensors read, 0 to 1.
 
@@ -35,8 +42,12 @@ def load_model(
         CheckpointError: the architecture is not supported; a tensor is missing, unexpected or of
             another shape or type; a file is damaged.
     """
-    family = family_of(checkpoint.spec.architecture)
-    expected = family.tensor_shapes(checkpoint.spec)
+    spec = checkpoint.spec
+    if max_model_len is not None:
+        spec = replace(spec, max_position_embeddings=max_model_len)
+    _log_rope(spec)
+    family = family_of(spec.architecture)
+    expected = family.tensor_shapes(spec)
 
     def on_read(num_read: int) -> None:
         if progress is not None:
@@ -44,12 +55,29 @@ def load_model(
 
     source = open_weights(checkpoint)
     try:
-        check_tensors(source, expected, lambda name: family.is_ignored(checkpoint.spec, name))
+        check_tensors(source, expected, lambda name: family.is_ignored(spec, name))
         kept = ops.quantized_types if keep_quantized else frozenset()
         weights = Weights(source, dtype, device, on_read, kept)
-        return family.build(checkpoint.spec, weights, ops)
+        model = family.build(spec, weights, ops)
+        if isinstance(source, GGUFWeights):
+            logger.info("Matrices of %s: %s", source.path, source.storage())
+        return model
     finally:
         source.close()
+
+
+def _log_rope(spec: ModelSpec) -> None:
+    """What transformers decides by each sequence's length is decided once here, by the longest."""
+    scaling = spec.rope.scaling
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        is_long = spec.max_position_embeddings > original
+        logger.info(
+            "rope factors for %s contexts: --max-model-len is %d, the original window %d",
+            "long" if is_long else "short",
+            spec.max_position_embeddings,
+            original,
+        )
 
 
 def open_weights(checkpoint: Checkpoint) -> WeightSource:
@@ -58,6 +86,8 @@ def open_weights(checkpoint: Checkpoint) -> WeightSource:
     Raises:
         CheckpointError: a file is damaged or holds a type that octavo does not read.
     """
+    spec = checkpoint.spec
+    family = family_of(spec.architecture)
     if checkpoint.gguf is not None:
-        return GGUFWeights(checkpoint.gguf, checkpoint.spec)
-    return SafetensorsWeights(checkpoint.path, checkpoint.tensor_files)
+        return GGUFWeights(checkpoint.gguf, spec, family)
+    return SafetensorsWeights(checkpoint.path, checkpoint.tensor_files, spec, family)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from octavo.engine.api import SamplingParams
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.hf_config import read_spec
+from octavo.engine.llm import LLM
 from octavo.engine.models.loader import load_model
 from octavo.engine.models.model import Model
 from octavo.kernels.ops import AttentionMetadata, Ops
@@ -21,6 +27,7 @@ from octavo.kernels.select import select_ops
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
+VOCAB_SIZE = 264  # of models that generate: every byte, and eight special tokens
 UNWRITTEN = 1e4  # a slot that is read without having been written spoils the logits
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -50,6 +57,189 @@ def _make_tiny(family: str = "llama", **changes: Any) -> Any:
     return model.eval()
 
 
+def _tiny_of(model_class: Any, config_class: Any, **changes: Any) -> Any:
+    torch.manual_seed(7)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = TINY | {"vocab_size": VOCAB_SIZE} | special | changes
+    model = model_class(config_class(**sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0, 0.5)
+        elif "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def _assert_read_alike(model_class: Any, **keys: Any) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 6, "num_attention_heads": 32}
+    own = {"architectures": [model_class.__name__]}
+    written = model_class.config_class(**sizes, **keys).to_dict()
+    assert read_spec({**sizes, **keys, **own}, "short") == read_spec({**written, **own}, "full")
+
+
+class Row(NamedTuple):
+    """Tokens of one sequence in a step: those from ``start`` on; what is before was computed."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+
+
+class PagedModel:
+    """A model over one memory of blocks, whose steps are recorded where the op set records."""
+
+    def __init__(self, model: Model, ops: Ops, num_blocks: int) -> None:
+        spec = model.kv_cache_spec(num_blocks, BLOCK_SIZE)
+        self.caches = [ops.allocate_kv_cache(spec, CPU) for _ in range(model.num_layers)]
+        for cache in self.caches:
+            cache.key.fill_(UNWRITTEN)
+            cache.value.fill_(UNWRITTEN)
+        self.model = model
+        self._forward = ops.record_step(
+            lambda t, p, m: model.forward(t, p, self.caches, [*m] * model.num_layers)
+        )
+
+    def step(self, *rows: Row) -> list[Tensor]:
+        """Logits of each row's tokens, ``[num_tokens, vocab_size]``."""
+        counts = [len(row.tokens) - row.start for row in rows]
+        with torch.inference_mode():
+            token_ids, positions, metadata = _step_inputs(rows, counts)
+            hidden = self._forward(token_ids, positions, [metadata])
+            return list(self.model.logits(hidden).split(counts))  # type: ignore[no-untyped-call]
+
+
+def _step_inputs(
+    rows: Sequence[Row], counts: Sequence[int]
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Token ids, positions and metadata; rows with one token must come first."""
+    width = max(len(row.blocks) for row in rows)
+    places = [(row, position) for row in rows for position in range(row.start, len(row.tokens))]
+    slots = [row.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row, p in places]
+    lengths = [len(row.tokens) for row in rows]
+    tables = [[*row.blocks, *[row.blocks[0]] * (width - len(row.blocks))] for row in rows]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        query_lens_host=list(counts),
+        seq_lens_host=lengths,
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        num_decode_rows=sum(1 for _ in itertools.takewhile(lambda count: count == 1, counts)),
+    )
+    token_ids = torch.tensor([row.tokens[position] for row, position in places])
+    return token_ids, torch.tensor([position for _, position in places]), metadata
+
+
+class FamilyCheck:
+    """octavo's model beside the transformers model that its folder was saved from."""
+
+    def __init__(self, theirs: Any, folder: Path, length: int, shortest: int) -> None:
+        self.theirs = theirs
+        self.folder = folder
+        random = torch.Generator().manual_seed(3)
+        self.long, other = torch.randint(3, VOCAB_SIZE - 3, (2, length), generator=random).tolist()
+        self.shared = 2 * BLOCK_SIZE
+        self.hit = self.long[: self.shared] + other[: length // 2]
+        self.short = other[:shortest]
+
+    def logits(self, ops: Ops, max_model_len: int | None = None) -> None:
+        """Prefill in one piece and in pieces, decode, batches of all kinds of rows, a prefix hit."""
+        ours = load_model(
+            open_checkpoint(self.folder),
+            ops,
+            dtype=torch.float32,
+            device=CPU,
+            max_model_len=max_model_len,
+        )
+        expected = _transformers_logits(self.theirs, self.long)
+        for chunks in ([len(self.long)], [1], [3], [7], [30, 1, 1, 3]):
+            _assert_close(self._in_pieces(ours, ops, chunks), expected)
+        self._batches(ours, ops)
+
+    def _blocks(self, size: int) -> int:
+        return -(-size // BLOCK_SIZE)
+
+    def _in_pieces(self, ours: Model, ops: Ops, chunks: Sequence[int]) -> Tensor:
+        """The long sequence; its blocks lie in descending order, never adjacent."""
+        num_blocks, logits, end = self._blocks(len(self.long)), list[Tensor](), 0
+        paged = PagedModel(ours, ops, 2 * num_blocks)
+        blocks = range(2 * num_blocks - 1, 0, -2)
+        while end < len(self.long):
+            start, end = end, min(end + chunks[len(logits) % len(chunks)], len(self.long))
+            row = Row(self.long[:end], start, blocks[: self._blocks(end)])
+            logits.append(paged.step(row)[0].clone())
+        return torch.cat(logits)
+
+    def _batches(self, ours: Model, ops: Ops) -> None:
+        """The long sequence is filled up to its last tokens; then it decodes beside a prompt of which it
+        holds the first blocks, and beside another; each row's logits are those of its sequence alone."""
+        num_blocks = self._blocks(len(self.long))
+        paged = PagedModel(ours, ops, 3 * num_blocks)
+        blocks = list(range(num_blocks))
+        shared = self.shared // BLOCK_SIZE
+        hit_blocks = blocks[:shared] + list(range(num_blocks, 2 * num_blocks - shared))
+        short_blocks = list(range(2 * num_blocks, 2 * num_blocks + self._blocks(len(self.short))))
+        last = len(self.long) - 2
+        steps = [
+            [Row(self.long[:last], 0, blocks)],
+            [
+                Row(self.long[:-1], last, blocks),
+                Row(self.hit[:-3], self.shared, hit_blocks),
+                Row(self.short[:-2], 0, short_blocks),
+            ],
+            [
+                Row(self.short[:-1], len(self.short) - 2, short_blocks),
+                Row(self.long, last + 1, blocks),
+                Row(self.hit, len(self.hit) - 3, hit_blocks),
+            ],
+        ]
+        for rows in steps:
+            for row, logits in zip(rows, paged.step(*rows), strict=True):
+                expected = _transformers_logits(self.theirs, row.tokens)
+                _assert_close(logits, expected[row.start :])
+
+    def greedy(self, backend: str, **options: Any) -> None:
+        """64 tokens through the whole engine, three prompts at once in chunks of a few tokens."""
+        _write_tokenizer(self.folder)
+        sizes = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 256, "max_num_seqs": 4}
+        llm = LLM(
+            str(self.folder),
+            dtype="float32",
+            attention_backend=backend,
+            max_num_batched_tokens=16,
+            **(sizes | options),
+        )
+        prompts = [self.long[:30], self.hit[:19], self.short]
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        try:
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+            )
+        finally:
+            llm.close()
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert list(output.outputs[0].token_ids) == self._greedy_of_transformers(prompt)
+
+    def _greedy_of_transformers(self, prompt: Sequence[int]) -> list[int]:
+        ids = list(prompt)
+        for _ in range(64):
+            ids.append(int(_transformers_logits(self.theirs, ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """The 256 bytes, and special tokens up to the model's vocabulary."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<|{index}|>" for index in range(len(pieces), VOCAB_SIZE)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 class PagedSequence:
     """One sequence fed to a model in pieces; its blocks lie in descending order, never adjacent."""
 
@@ -73,7 +263,7 @@ class PagedSequence:
                 torch.tensor(token_ids),
                 torch.arange(start, end),
                 self.caches,
-                self._metadata(start, end),
+                [self._metadata(start, end)] * self.model.num_layers,
             )
             return self.model.logits(hidden)
 
@@ -105,70 +295,98 @@ def _feed(model: Model, ops: Ops, token_ids: Sequence[int], chunks: Sequence[int
     return torch.cat(logits)
 
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def _gguf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if not module.startswith("model.layers."):
-        return f"{_GGUF_NAMES[module]}.{kind}"
-    index, _, rest = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{index}.{_GGUF_NAMES[rest]}.{kind}"
-
-
 def _permute(rows: Any, num_heads: int) -> Any:
     """How llama.cpp's converter stores q and k."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _write_gguf(model: Any, path: Path, type: str = "F32", **metadata: Any) -> None:
-    """Write a transformers Llama as GGUF and round the model's own weights to what was written."""
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+def _write_gguf(
+    model: Any,
+    path: Path,
+    type: str = "F32",
+    *,
+    arch: str = "llama",
+    is_permuted: bool = True,
+    convert: Callable[[str, Any], Any] = lambda name, values: values,
+    tensors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    blocks: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
+    **metadata: Any,
+) -> None:
+    """Write a transformers model as GGUF and round the model's own weights to what was written.
+
+    Args:
+        blocks: type and rows of matrices, ``[rows, bytes]`` uint8, that are written instead.
+    """
+    config, writer = model.config, gguf.GGUFWriter(path, arch)
+    _add_metadata(writer, config)
+    for key, value in metadata.items():
+        getattr(writer, f"add_{key}")(value)
+    kind = gguf.GGMLQuantizationType[type]
+    names = gguf.get_tensor_name_map(_gguf_arch(arch), config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, own in _gguf_tensors(model):
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
+        values = own.numpy()
+        stored = np.ascontiguousarray(convert(name, values))
+        if is_permuted and (num_heads := heads.get(name.split(".")[-2])) is not None:
+            stored = _permute(stored, num_heads)
+        if values.ndim == 1 or own_name.endswith("ffn_gate_inp.weight"):
+            writer.add_tensor(own_name, stored)
+            continue
+        if name in blocks:
+            own_type, rows = blocks[name]
+            rows = rows if num_heads is None else _permute(rows, num_heads)
+            writer.add_tensor(own_name, rows, raw_dtype=gguf.GGMLQuantizationType[own_type])
+            continue
+        writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        own.copy_(torch.from_numpy(rounded))
+    if config.rope_parameters.get("rope_type") == "llama3":
+        plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for name, numbers in tensors.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own numbers; experts' gate and up projections, which transformers joins, by themselves."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = parameter.data.chunk(2, dim=1)
+            module = name.removesuffix("gate_up_proj")
+            yield from ((f"{module}gate_proj.weight", gate), (f"{module}up_proj.weight", up))
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", parameter.data
+        else:
+            yield name, parameter.data
+
+
+def _gguf_arch(name: str) -> Any:
+    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+
+
+def _add_metadata(writer: Any, config: Any) -> None:
+    """What all architectures say alike."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_token_list([f"t{index}" for index in range(config.vocab_size)])
-    for key, value in metadata.items():
-        getattr(writer, f"add_{key}")(value)
-    kind = gguf.GGMLQuantizationType[type]
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, parameter in model.named_parameters():
-        values, num_heads = parameter.detach().numpy(), heads.get(name.split(".")[-2])
-        stored = values if num_heads is None else _permute(values, num_heads)
-        if values.ndim == 1:
-            writer.add_tensor(_gguf_name(name), stored)
-            continue
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(stored, kind), raw_dtype=kind)
-        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-        parameter.data.copy_(torch.from_numpy(rounded))
-    if config.rope_parameters["rope_type"] == "llama3":
-        plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
-        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def _transformers_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
@@ -235,9 +453,11 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable[..., None]:
-    """``write_gguf(model, path, type="F32", **metadata)``: metadata by GGUFWriter's ``add_`` names.
+    """``write_gguf(model, path, type="F32", arch="llama", is_permuted=True, convert=..., **metadata)``.
 
-    Matrices are stored as ``type``; the model's own are rounded to the values that were stored.
+    Metadata go by GGUFWriter's ``add_`` names, tensors by the gguf package's names for ``arch``. Matrices are
+    stored as ``type``; the model's own are rounded to the values that were stored. ``convert`` makes of a
+    tensor's name and values what the file holds: other rows, or another vector. ``tensors`` are further ones.
     """
     return _write_gguf
 
@@ -250,3 +470,39 @@ def load() -> Callable[[Path, Ops], Model]:
         return load_model(open_checkpoint(path), ops, dtype=torch.float32, device=CPU)
 
     return load_path
+
+
+@pytest.fixture(scope="session")
+def tiny_of() -> Callable[..., Any]:
+    """``tiny_of(model_class, config_class, **config)``: a random transformers model in float32."""
+    return _tiny_of
+
+
+@pytest.fixture(scope="session")
+def assert_read_alike() -> Callable[..., None]:
+    """``assert_read_alike(model_class, **keys)``: a ``config.json`` of a few sizes and ``keys`` says what the one
+    does in which transformers' configuration class has filled in the rest."""
+    return _assert_read_alike
+
+
+@pytest.fixture
+def check_family(save: Callable[..., Path]) -> Callable[..., FamilyCheck]:
+    """``check_family(theirs, length=61, shortest=5)``: compare with octavo's by its ``logits`` and ``greedy``.
+
+    Args:
+        path: of a checkpoint of the model; by default it is saved as a folder.
+        length: of the longest sequence.
+        shortest: length of the shortest.
+    """
+
+    def check(
+        theirs: Any, length: int = 61, shortest: int = 5, path: Path | None = None
+    ) -> FamilyCheck:
+        return FamilyCheck(theirs, path or save(theirs), length, shortest)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def write_tokenizer() -> Callable[[Path], None]:
+    return _write_tokenizer

@@ -17,26 +17,28 @@ LIGHT = (
     "octavo.engine.text.tokenizer",
     "octavo.engine.memory",
     "octavo.engine.scheduling",
+    "octavo.engine.models.families",
     "octavo.engine.service.client",
     "octavo.engine.build",
     "octavo.server.app",
     "octavo.server.cli",
     "octavo.server.launch",
 )
+PARENTS = ("octavo.engine.memory", "octavo.engine.scheduling", "octavo.engine.models.families")
 HEAVY = ("torch", "transformers", "triton", "gguf")
 
 
 def test_light_modules_bring_in_nothing_heavy() -> None:
     """One process imports all of them in turn, so that a failure names the first culprit."""
     code = (
-        "import importlib, pkgutil, sys\n"
+        f"import importlib, pkgutil, sys\nPARENTS = {PARENTS!r}\n"
         "def check(name):\n"
         f"    heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
         "    if heavy: sys.exit(f'{name} imports {heavy}')\n"
         f"for name in {LIGHT!r}:\n"
         "    module = importlib.import_module(name); check(name)\n"
         "    for _, child, _ in pkgutil.iter_modules(getattr(module, '__path__', ())):\n"
-        "        if name in ('octavo.engine.memory', 'octavo.engine.scheduling'):\n"
+        "        if name in PARENTS:\n"
         "            importlib.import_module(f'{name}.{child}'); check(f'{name}.{child}')\n"
     )
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
