@@ -577,8 +577,8 @@ class KVSnapshot:
 class LoadProgress:
     """How far the start has come."""
 
-    stage: str  # "starting", "loading", "packing", "warming", "ready"
-    fraction: float  # 0..1 over the whole start
+    stage: str  # "downloading", "starting", "loading", "packing", "warming", "ready"
+    fraction: float  # 0..1, of the download, then of the whole start
 
 
 class Engine(Protocol):

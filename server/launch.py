@@ -56,11 +56,11 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         ConfigError: the port cannot be bound, or the model cannot be opened.
     """
     _set_up_logging(server_config.log_level)
-    names = model_names(engine_config.model.model, server_config)
     tls = tls_context(server_config)
     with listening(server_config) as listener:
         from ..engine.build import start_engine
 
+        names = model_names(engine_config.model.model, server_config)
         engine = start_engine(engine_config, server_config.log_level)
         import uvloop
 
@@ -70,11 +70,15 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
-    """The served names: as configured, else the folder's or file's name."""
+    """The served names: as configured, else the folder's or file's name, or that of the Hub as given."""
     if config.served_model_name:
         return config.served_model_name
     if model is None:
         return (EMBEDDED_MODEL_NAME,)
+    from ..engine.build import is_on_hub
+
+    if is_on_hub(model):
+        return (model,)
     path = Path(model).resolve()
     return (path.name.removesuffix(".gguf"),)
 

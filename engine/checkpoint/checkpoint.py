@@ -67,7 +67,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_file():
         return _open_gguf(path)
     raise CheckpointError(
-        f"There is no model at {path}: octavo serves a local folder or a GGUF file and downloads nothing."
+        f"There is no model at {path}: give a folder, a GGUF file or a repository of the Hub as ORG/NAME."
     )
 
 
@@ -80,14 +80,27 @@ def find_embedded_model() -> Path | None:
     return None
 
 
-def _open_folder(folder: Path) -> Checkpoint:
-    config_path = folder / "config.json"
-    if not config_path.is_file():
+def check_config(folder: Path) -> None:
+    """Whether octavo serves the model that config.json in ``folder`` describes, whose weights may be absent.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    _read_config(folder)
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], ModelSpec]:
+    path = folder / "config.json"
+    if not path.is_file():
         raise CheckpointError(_why_no_config(folder))
-    config = read_json(config_path)
-    spec = read_spec(config, str(config_path))
+    config = read_json(path)
+    return config, read_spec(config, str(path))
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config, spec = _read_config(folder)
     tokenizer_path = folder / "tokenizer.json"
-    bos = id_list(config.get("bos_token_id"), f"{config_path}: bos_token_id")
+    bos = id_list(config.get("bos_token_id"), f"{folder / 'config.json'}: bos_token_id")
     return Checkpoint(
         path=folder,
         kind="hf",

@@ -7,6 +7,7 @@ are never opened.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -15,7 +16,7 @@ from .fields import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
@@ -46,12 +47,25 @@ def tensor_names(path: Path) -> list[str]:
         raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
 
 
-def _find_in_shards(folder: Path) -> dict[str, Path]:
-    index = folder / INDEX
+def shard_names(folder: Path) -> list[str]:
+    """Names of the files that the index in ``folder`` names.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return sorted(set(map(str, _weight_map(folder / INDEX).values())))
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map.")
-    shards = {name: _shard(folder, name) for name in sorted(set(map(str, weight_map.values())))}
+    return weight_map
+
+
+def _find_in_shards(folder: Path) -> dict[str, Path]:
+    index, weight_map = folder / INDEX, _weight_map(folder / INDEX)
+    shards = {name: _shard(folder, name) for name in shard_names(folder)}
     found = {tensor: path for path in shards.values() for tensor in tensor_names(path)}
     for tensor, name in weight_map.items():
         if found.get(tensor) != shards[str(name)]:
@@ -70,7 +84,7 @@ def _shard(folder: Path, name: str) -> Path:
 
 def _why_none(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
-        if path.suffix in _PICKLES:
+        if path.suffix in PICKLES:
             return (
                 f"{folder} holds its weights as {path.name}, which can run code when read; "
                 f"octavo reads safetensors and GGUF only."
