@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .api import Engine, EngineInfo
+from .api import Engine, EngineInfo, LocalModel
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
 from .checkpoint.hub.fetch import Fetch
 from .checkpoint.hub.names import HubModel, hub_model
+from .checkpoint.spec import auto_dtype
 from .config import (
     EngineConfig,
     StepLimits,
@@ -127,6 +128,31 @@ def _start_client(config: EngineConfig, log_level: str) -> EngineClient:
     _window(config, checkpoint)
     command = [sys.executable, "-P", "-m", "octavo.engine.build"]
     return EngineClient(config, checkpoint, command, log_level)
+
+
+def list_models(paths: Sequence[str] = (), cache_dir: str | None = None) -> list[LocalModel]:
+    """The models of ``paths``, the embedded one and those of the Hub's cache, and whether they fit here."""
+    from ..kernels.cpu_build import find_compiler
+    from .checkpoint import inventory
+    from .config import available_memory_bytes, cpu_has_bfloat16, free_gpu_bytes
+
+    gpu_bytes = free_gpu_bytes()
+    if gpu_bytes is not None:
+        machine = inventory.Machine("cuda", gpu_bytes)
+    else:
+        machine = inventory.Machine(
+            "cpu",
+            available_memory_bytes(),
+            has_bfloat16=cpu_has_bfloat16(),
+            keeps_blocks=find_compiler() is not None,
+        )
+    embedded = find_embedded_model()
+    return inventory.list_models(
+        machine,
+        paths,
+        embedded=None if embedded is None else (embedded.name, embedded),
+        cache_dir=cache_dir,
+    )
 
 
 def build_core(
@@ -347,14 +373,12 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """``auto``: the checkpoint's type; quantised or float16 weights on a CPU run in bfloat16 where the
-    processor has it, else in float32, and so do bfloat16 ones."""
     import torch
 
     if name == "auto":
-        name = checkpoint.spec.dtype
-        if device.type == "cpu" and (checkpoint.spec.is_quantized or name != "float32"):
-            name = "bfloat16" if _has_bfloat16() else "float32"
+        name = auto_dtype(
+            checkpoint.spec, on_cpu=device.type == "cpu", has_bfloat16=_has_bfloat16()
+        )
     if name == "float16" and device.type == "cpu":
         raise ConfigError("--dtype float16 is not offered on a CPU; use bfloat16 or float32.")
     return {

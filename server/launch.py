@@ -19,6 +19,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from .listening import listening, tls_context, url_of
 if TYPE_CHECKING:
     import uvicorn
 
-    from ..engine.api import Engine
+    from ..engine.api import Engine, LocalModel
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 EXIT_DEAD = 1
@@ -81,6 +82,13 @@ def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
         return (model,)
     path = Path(model).resolve()
     return (path.name.removesuffix(".gguf"),)
+
+
+def list_models(paths: Sequence[str], download_dir: str | None) -> list[LocalModel]:
+    """The models of this machine, and whether they fit it."""
+    from ..engine.build import list_models
+
+    return list_models(paths, download_dir)
 
 
 async def serve(

@@ -47,6 +47,19 @@ def tensor_names(path: Path) -> list[str]:
         raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
 
 
+def tensor_sizes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in one file, by name.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or short.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
+
+
 def shard_names(folder: Path) -> list[str]:
     """Names of the files that the index in ``folder`` names.
 

@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import logging as library_logging
 from tqdm import tqdm
 
+from ...config import size_text
 from ...errors import CheckpointError
 from ..checkpoint import check_config
 from ..safetensors_files import INDEX, shard_names
@@ -118,7 +120,7 @@ class _Snapshot:
             revision=self._wanted.revision,
             cache_dir=self._wanted.cache_dir,
             allow_patterns=[_escaped(name) for name in names],
-            tqdm_class=bar,
+            tqdm_class=cast(Any, bar),
         )
         lost = [name for name in names if not self._has(name)]
         if lost:  # the branch moved on after its files were listed
@@ -250,15 +252,6 @@ def _escaped(name: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
-def size_text(num_bytes: float) -> str:
-    """``1500000`` → ``"1.5 MB"``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.1f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
-
-
 def _end_with_parent() -> None:
     while os.read(0, 4096):
         pass
@@ -270,6 +263,7 @@ def main() -> int:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; the parent decides
+    library_logging.set_verbosity_error()  # its warnings tell signed addresses
     wanted = HubModel(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     lock = threading.Lock()

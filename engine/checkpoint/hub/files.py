@@ -42,7 +42,7 @@ class Chosen:
 
 
 @dataclass
-class _GGUFModel:
+class GGUFModel:
     """One GGUF file, or the parts of one."""
 
     stem: str
@@ -72,7 +72,7 @@ def choose(names: Collection[str], repo_id: str, choice: str | None = None) -> C
         for name in (INDEX, SINGLE):
             if name in names:
                 return Chosen((name,))
-    models = _gguf_models(names)
+    models = gguf_models(names)
     if not models:
         raise CheckpointError(_why_none(names, repo_id, choice))
     model, note = _chosen(models, repo_id, choice) if choice else _usual(models, repo_id)
@@ -88,8 +88,9 @@ def is_small(name: str) -> bool:
     return "/" not in name and any(PurePosixPath(name).match(pattern) for pattern in SMALL)
 
 
-def _gguf_models(names: Iterable[str]) -> list[_GGUFModel]:
-    models: dict[str, _GGUFModel] = {}
+def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
+    """The GGUF files among ``names``, the parts of each together; vision parts and the like are none."""
+    models: dict[str, GGUFModel] = {}
     for name in sorted(names):
         path = PurePosixPath(name)
         if path.suffix.lower() != ".gguf" or _NO_MODELS.search(path.name):
@@ -97,12 +98,12 @@ def _gguf_models(names: Iterable[str]) -> list[_GGUFModel]:
         stem = name[: -len(path.suffix)]
         part = _PART.fullmatch(stem)
         stem, index, count = (part[1], int(part[2]), int(part[3])) if part else (stem, 1, 1)
-        model = models.setdefault(stem, _GGUFModel(stem))
+        model = models.setdefault(stem, GGUFModel(stem))
         model.parts[index], model.count = name, count
     return list(models.values())
 
 
-def _chosen(models: list[_GGUFModel], repo_id: str, choice: str) -> tuple[_GGUFModel, str | None]:
+def _chosen(models: list[GGUFModel], repo_id: str, choice: str) -> tuple[GGUFModel, str | None]:
     wanted = choice.upper()
     found = (
         [m for m in models if choice in m.files or choice == m.stem]
@@ -119,7 +120,7 @@ def _chosen(models: list[_GGUFModel], repo_id: str, choice: str) -> tuple[_GGUFM
     raise CheckpointError(f"{repo_id} has no GGUF file for {choice}; it has {_listed(models)}.")
 
 
-def _usual(models: list[_GGUFModel], repo_id: str) -> tuple[_GGUFModel, str | None]:
+def _usual(models: list[GGUFModel], repo_id: str) -> tuple[GGUFModel, str | None]:
     if len(models) == 1:
         return models[0], None
     for quantization in PREFERRED:
@@ -136,7 +137,7 @@ def _usual(models: list[_GGUFModel], repo_id: str) -> tuple[_GGUFModel, str | No
     )
 
 
-def _listed(models: list[_GGUFModel]) -> str:
+def _listed(models: list[GGUFModel]) -> str:
     names = [model.files[0] for model in models]
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
