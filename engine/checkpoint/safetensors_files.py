@@ -6,6 +6,9 @@ are never opened.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from .fields import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -58,6 +62,24 @@ def tensor_sizes(path: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
+
+
+def commonest_dtype(tensor_files: Mapping[str, Path]) -> str | None:
+    """The type of most numbers in the files, where it is one to compute in; for a config that names none.
+
+    Raises:
+        CheckpointError: a file is damaged or short.
+    """
+    counts: Counter[str] = Counter()
+    for path in set(tensor_files.values()):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    counts[part.get_dtype()] += math.prod(part.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
+    return _DTYPES.get(counts.most_common(1)[0][0]) if counts else None
 
 
 def shard_names(folder: Path) -> list[str]:

@@ -29,9 +29,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HIDDEN, MLP, HEADS, DIM = 32, 64, 4, 8
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+WORDS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "hi"]
 SPECIAL = "<|end|>"
-VOCAB = len(ALPHABET) + 1
+VOCAB = len(WORDS) + 1
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 REPO = "tiny-lab/Tiny-Llama.1"
 MATRICES = {
@@ -84,6 +84,7 @@ class FakeHub:
         self.requests: list[Request] = []
         self.status: int | None = None  # of every answer of the API
         self.break_offs: list[int] = []  # bytes after which the next transfers of large files end
+        self.page: bytes | None = None  # in place of every answer
         self.resets = 0  # transfers that end with a reset
         self.held_after: int | None = None  # bytes after which a transfer waits
         self.released = threading.Event()
@@ -137,7 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
             Request(self.command, path, headers.get("Authorization"), headers.get("Range"))
         )
         parts = path.strip("/").split("/")
-        if parts[0] == "elsewhere":
+        if self.fake.page is not None:
+            self._send(200, self.fake.page, {"Content-Type": "text/html"})
+        elif parts[0] == "elsewhere":
             self._elsewhere(parts[1])
         elif parts[:2] == ["api", "models"]:
             self._api("/".join(parts[2:4]), parts[4], "/".join(parts[5:]))
@@ -314,7 +317,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, np
     folder = tmp_path_factory.mktemp("tiny")
     write_config(folder)
     save_file(weights, str(folder / "model.safetensors"), {"format": "pt"})
-    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(ALPHABET)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(WORDS)}, merges=[("h", "i")])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([SPECIAL])
@@ -339,9 +344,9 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, np.nd
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*ALPHABET, SPECIAL])
-    writer.add_token_types([1] * len(ALPHABET) + [3])
-    writer.add_token_merges([])
+    writer.add_token_list([*WORDS, SPECIAL])
+    writer.add_token_types([1] * len(WORDS) + [3])
+    writer.add_token_merges(["h i"])
     writer.add_eos_token_id(VOCAB - 1)
     writer.add_add_bos_token(False)
     for name, tensor in weights.items():

@@ -95,7 +95,9 @@ def test_one_of_several_gguf_files(
     assert "it has more/tiny-F32.gguf" in refusal(HubModel(REPO, "Q5_0"))
 
 
-def test_a_revision(hub: FakeHub, repo: Repo, model_folder: Path) -> None:
+def test_a_revision(
+    repo: Repo, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = read_folder(model_folder) | {"generation_config.json": b'{"top_k": 3}'}
     repo.revisions["v2"] = other
     newer = fetch(HubModel(REPO, revision="v2"))
@@ -104,6 +106,11 @@ def test_a_revision(hub: FakeHub, repo: Repo, model_folder: Path) -> None:
     assert open_checkpoint(older).default_sampling == {"temperature": 0.5, "top_k": 7}
     commit = newer.name
     assert fetch(HubModel(REPO, revision=commit)) == newer
+    main = fetch(HubModel(REPO, revision=older.name, cache_dir=str(tmp_path / "by-commit")))
+    assert fetch(HubModel(REPO, cache_dir=str(tmp_path / "by-commit"))) == main
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the branch is found there, too
+    assert fetch(HubModel(REPO, cache_dir=str(tmp_path / "by-commit"))) == main
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     assert f"{REPO} has no revision v3; --revision takes" in refusal(HubModel(REPO, revision="v3"))
 
 
@@ -163,7 +170,7 @@ def test_a_transfer_that_never_ends_well_is_given_up(
     put_gguf("tiny.gguf")
     hub.resets = 100
     text = refusal(HubModel(REPO))
-    assert "cannot be reached (ReadError)" in text
+    assert "cannot be reached, or breaks off (ReadError)" in text
     assert len(hub.transfers()) > 1
 
 
@@ -211,11 +218,12 @@ def test_without_a_network_the_cache_serves_and_says_so(
     assert "tiny-lab/other is not in the cache" in text
     assert "HF_HUB_OFFLINE is set" in text
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("HF_ENDPOINT", "http://me:hunter2@127.0.0.1:9")  # where nobody listens
     assert fetch(HubModel(REPO)) == folder
     text = refusal(HubModel("tiny-lab/other"))
     assert "http://127.0.0.1:9 cannot be reached" in text
     assert "check the network" in text
+    assert "hunter2" not in text
 
 
 def test_a_cache_that_is_not_whole_does_not_serve(
@@ -255,6 +263,13 @@ def test_a_hub_in_trouble(hub: FakeHub, repo: Repo, status: int) -> None:
     assert fetch(HubModel(REPO)) == folder
 
 
+def test_what_answers_in_the_hubs_place(hub: FakeHub, repo: Repo) -> None:
+    hub.page = b"<html>Log in to this network</html>"
+    text = refusal(HubModel(REPO))
+    assert f"{hub.url} cannot be reached" in text
+    assert "html" not in text
+
+
 def test_gated(hub: FakeHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     repo.is_gated = True
     text = refusal(HubModel(REPO))
@@ -285,9 +300,10 @@ def test_a_disk_without_room(hub: FakeHub, repo: Repo) -> None:
 def test_a_cache_that_cannot_be_written(repo: Repo, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     text = refusal(HubModel(REPO, cache_dir=str(tmp_path / "closed")))
-    assert "cannot be written: Permission denied" in text
+    assert "cannot be kept: Permission denied" in text
 
 
 def test_a_file_in_the_cache_s_place(repo: Repo, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert REPO in refusal(HubModel(REPO, cache_dir=str(tmp_path / "file")))
+    text = refusal(HubModel(REPO, cache_dir=str(tmp_path / "file")))
+    assert f"{REPO} cannot be kept: Not a directory; see --download-dir" in text

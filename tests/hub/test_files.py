@@ -96,7 +96,7 @@ def test_what_else_is_no_model() -> None:
 
 def test_small_files_are_of_few_kinds_and_at_the_top() -> None:
     names = ["config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"]
-    names += ["tokenizer.model"]
+    names += ["tokenizer.model", "additional_chat_templates/tool_use.jinja"]
     assert all(map(is_small, names))
     others = ["README.md", "original/params.json", "evil.py", "x.bin", "x.safetensors", "a.model"]
     assert not any(map(is_small, others))

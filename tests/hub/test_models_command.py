@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 REPO = "tiny-lab/Tiny-Llama.1"
 CPU = Machine("cpu", 10**9)
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 4, 8
+
+
+def octavo_models(*arguments: str) -> str:
+    """What the command prints, in a process of its own, since the library reads the environment once."""
+    command = [sys.executable, "-P", "-m", "octavo", "models", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def only(models: list[LocalModel]) -> LocalModel:
@@ -53,6 +61,7 @@ def test_a_folder_with_one_model(model_folder: Path, no_cache: str, weights: Any
 def test_the_kv_memory_is_what_the_engine_takes(model_folder: Path, no_cache: str) -> None:
     model = only(list_models(CPU, [model_folder], cache_dir=no_cache))
     options = {"model": str(model_folder), "attention_backend": "torch"}
+    assert model.kv_bytes_per_1k_tokens is not None
     _, info = build_core(EngineConfig.from_options(options), 0)
     assert info.kv_cache_bytes * 1000 == model.kv_bytes_per_1k_tokens * info.num_blocks * 16
 
@@ -116,16 +125,13 @@ def test_a_folder_of_models_and_what_is_none(
 
 
 @pytest.mark.slow
-def test_what_the_cache_holds(
-    hub: FakeHub, repo: Repo, put_gguf: Callable[..., Repo], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_cache_holds(hub: FakeHub, repo: Repo, put_gguf: Callable[..., Repo]) -> None:
     hub.repos["tiny-lab/folder"] = repo
     repo.revisions["v2"] = repo.files
     fetch(HubModel("tiny-lab/folder", revision="v2"))
     put_gguf("tiny-Q8_0.gguf", "more/tiny-F32.gguf")
     path = fetch(HubModel(REPO, "F32"))
-    assert main(["models", "--json"]) == 0
-    told = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+    told = {model["name"]: model for model in json.loads(octavo_models("--json"))}
     assert told["tiny-lab/folder"]["revision"] == "v2"
     assert told["tiny-lab/folder"]["problem"] is None
     gguf = told[f"{REPO}:more/tiny-F32.gguf"]
@@ -133,8 +139,7 @@ def test_what_the_cache_holds(
     assert gguf["size_bytes"] == path.stat().st_size
     assert fetch(HubModel(REPO, "more/tiny-F32.gguf")) == path  # the name is as serve takes it
     assert f"{REPO}:tiny-Q8_0.gguf" not in told
-    assert main(["models"]) == 0
-    table = capsys.readouterr().out
+    table = octavo_models()
     assert "tiny-lab/folder (v2)" in table
     assert "yes, with its window of 256 tokens" in table
 

@@ -9,20 +9,20 @@ piece of news. What has come whole stays in the cache, so that another try goes 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import logging as library_logging
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tqdm import tqdm
 
 from ...config import size_text
@@ -36,6 +36,7 @@ from .names import HubModel
 MAX_TRIES = 4
 RETRY_S = 1.0
 REPORT_S = 0.1
+NOTED_BYTES = 1 << 20
 
 Report = Callable[[Mapping[str, Any]], None]
 Result = TypeVar("Result")
@@ -77,21 +78,19 @@ class _Snapshot:
 
     def fetch(self, chosen: Chosen) -> Path:
         """First what is small and says whether the model can be served at all, then its weights."""
-        is_folder = chosen.gguf is None
         small = [name for name in self._sizes if is_small(name)]
-        self._bring(small + ([INDEX] if INDEX in chosen.weights else []))
-        folder = self._folder()
-        weights = chosen.weights
-        if is_folder:
+        small += [INDEX] if INDEX in chosen.weights and INDEX not in small else []
+        self._bring(small, lambda _fraction: None)
+        folder, weights = self._folder(), chosen.weights
+        if chosen.gguf is None:
             check_config(folder)
-            if INDEX in weights:
-                weights = tuple(shard_names(folder))
+            weights = tuple(shard_names(folder)) if INDEX in weights else weights
         for name in weights:
             if name not in self._sizes:
                 raise CheckpointError(
                     f"{self._wanted.repo_id} lacks {name}, which its {INDEX} names."
                 )
-        self._bring(weights)
+        self._bring(weights, lambda fraction: self._report({"fraction": fraction}))
         return folder if chosen.gguf is None else folder / chosen.gguf
 
     def _folder(self) -> Path:
@@ -99,22 +98,22 @@ class _Snapshot:
         name = "--".join(("models", *self._wanted.repo_id.split("/")))
         return cache / name / "snapshots" / self._commit
 
-    def _bring(self, names: Iterable[str]) -> None:
-        missing = [name for name in names if not self._has(name)]
-        num_bytes = sum(self._sizes[name] for name in missing)
-        if not missing:
+    def _bring(self, names: Sequence[str], on_progress: Callable[[float], None]) -> None:
+        total = self._num_bytes_missing(names)
+        if total == 0 and self._are_named(names):
             return
-        self._check_room(num_bytes)
-        if num_bytes > 1 << 20:
-            self._report(
-                {
-                    "note": f"{self._wanted.repo_id}: fetching {len(missing)} files, {size_text(num_bytes)}"
-                }
-            )
-        bar = _bar_class(num_bytes, self._report)
-        _persist(lambda: self._snapshot(missing, bar), self._report)
+        self._check_room(total)
+        if total > NOTED_BYTES:
+            repo_id = self._wanted.repo_id
+            self._report({"note": f"{repo_id}: {size_text(total)} are to be fetched"})
 
-    def _snapshot(self, names: list[str], bar: type[tqdm[Any]]) -> None:
+        def attempt() -> None:
+            before = total - self._num_bytes_missing(names)
+            self._snapshot(names, _bar_class(lambda n: on_progress((before + n) / max(1, total))))
+
+        _persist(attempt, self._report)
+
+    def _snapshot(self, names: Sequence[str], bar: type[tqdm[Any]]) -> None:
         snapshot_download(
             self._wanted.repo_id,
             revision=self._wanted.revision,
@@ -122,17 +121,24 @@ class _Snapshot:
             allow_patterns=[_escaped(name) for name in names],
             tqdm_class=cast(Any, bar),
         )
-        lost = [name for name in names if not self._has(name)]
-        if lost:  # the branch moved on after its files were listed
+        if self._num_bytes_missing(names):  # the branch moved on after its files were listed
             raise CheckpointError(
                 f"{self._wanted.repo_id} changed while it was fetched: try again."
             )
 
-    def _has(self, name: str) -> bool:
+    def _num_bytes_missing(self, names: Sequence[str]) -> int:
+        return sum(self._sizes[name] for name in names if not self._find(name, self._commit))
+
+    def _are_named(self, names: Sequence[str]) -> bool:
+        """Whether the cache knows that the branch is at this commit, and so finds it without a network."""
+        found = [self._find(name, self._wanted.revision) for name in names]
+        return all(path is not None and self._commit in path.parts for path in found)
+
+    def _find(self, name: str, revision: str | None) -> Path | None:
         found = try_to_load_from_cache(
-            self._wanted.repo_id, name, cache_dir=self._wanted.cache_dir, revision=self._commit
+            self._wanted.repo_id, name, cache_dir=self._wanted.cache_dir, revision=revision
         )
-        return isinstance(found, str)
+        return Path(found) if isinstance(found, str) else None
 
     def _check_room(self, num_bytes: int) -> None:
         folder = self._folder()
@@ -156,9 +162,7 @@ def _listed(wanted: HubModel, report: Report) -> tuple[dict[str, int], str]:
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         ),
         report,
-        only_if=lambda error: hasattr(
-            error, "response"
-        ),  # without a network the cache serves at once
+        only_if=lambda error: isinstance(error, HfHubHTTPError),  # else the cache serves at once
     )
     files = info.siblings or []
     return {file.rfilename: file.size or 0 for file in files}, str(info.sha)
@@ -183,9 +187,9 @@ def _from_cache(wanted: HubModel, error: BaseException, report: Report) -> Path:
             )
         )
     except LocalEntryNotFoundError as missing:
-        raise CheckpointError(
-            f"{wanted} is not in the cache, at least not whole. {why}"
-        ) from missing
+        was_asked = isinstance(error, HfHubHTTPError)
+        text = why if was_asked else f"{wanted} is not in the cache, at least not whole. {why}"
+        raise CheckpointError(text) from missing
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     try:
         chosen = choose(names, wanted.repo_id, wanted.choice)
@@ -221,27 +225,26 @@ def _persist(
     raise AssertionError("the last try returns or raises")
 
 
-def _bar_class(num_bytes: int, report: Report) -> type[tqdm[Any]]:
-    """What the library takes for a progress bar, and tells ``report`` instead of a terminal."""
-    lock, last = threading.Lock(), [0.0]
+def _bar_class(on_bytes: Callable[[float], None]) -> type[tqdm[Any]]:
+    """What the library takes for a progress bar: tells how many bytes have come, instead of a terminal."""
+    lock, told = threading.Lock(), [0.0, 0.0]  # the number, and when it was told
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no thread
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
-            super().__init__(
-                *args, **{**kwargs, "file": StringIO(), "mininterval": 1e9, "disable": False}
-            )
+            quiet = {"file": StringIO(), "mininterval": 1e9, "disable": False}
+            super().__init__(*args, **kwargs | quiet)
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
-            if self.unit == "B":  # others count files
+            if self.unit == "B":  # others count files; two count the same bytes
                 with lock:
                     now = time.monotonic()
-                    if now >= last[0] + REPORT_S:
-                        last[0] = now
-                        report({"fraction": min(1.0, self.n / num_bytes)})
+                    if self.n > told[0] and now >= told[1] + REPORT_S:
+                        told[:] = self.n, now
+                        on_bytes(self.n)
             return shown
 
     return Bar
@@ -263,7 +266,7 @@ def main() -> int:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; the parent decides
-    library_logging.set_verbosity_error()  # its warnings tell signed addresses
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warnings tell signed addresses
     wanted = HubModel(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     lock = threading.Lock()

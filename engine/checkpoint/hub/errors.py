@@ -6,6 +6,8 @@ Must not be imported where a model is a local path: the Hub's library comes with
 from __future__ import annotations
 
 import errno
+import json
+import re
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
@@ -18,11 +20,19 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-TROUBLE: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, RuntimeError)
-"""Every error of the library's HTTP client, whichever that is, of the system, and of its native part."""
+TROUBLE: tuple[type[BaseException], ...] = (
+    *HfHubHTTPError.__bases__,
+    RuntimeError,
+    json.JSONDecodeError,
+)
+"""Every error of the library's HTTP client, whichever that is, of the system, of its native part, and of what
+answers in the Hub's place."""
 
 _TOO_MANY, _REFUSED = 429, (401, 403)
-_PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG)
+_PERMANENT = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG),
+    *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO),
+)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -41,7 +51,7 @@ def is_away(error: BaseException) -> bool:
 
 def sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
     """Why ``repo_id`` cannot be fetched, and what to do."""
-    hub = constants.ENDPOINT
+    hub = _hub()
     if isinstance(error, GatedRepoError):
         return (
             f"{repo_id} is gated: accept its terms at {hub}/{repo_id}, then "
@@ -59,17 +69,22 @@ def sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
     if isinstance(error, HfHubHTTPError):
         return _status_sentence(error.response.status_code, repo_id)
     if isinstance(error, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE is set; {_elsewhere(repo_id)}, or unset it"
+        return f"HF_HUB_OFFLINE is set: unset it, or {_elsewhere(repo_id)}."
     if isinstance(error, OSError) and error.errno in _PERMANENT:
-        return f"{repo_id} cannot be written: {error.strerror}; {_room()}."
+        return f"{repo_id} cannot be kept: {error.strerror}; see --download-dir and HF_HOME."
     return (
-        f"{hub} cannot be reached ({type(error).__name__}): check the network and HF_ENDPOINT, or "
+        f"{hub} cannot be reached, or breaks off ({type(error).__name__}): check the network and HF_ENDPOINT, or "
         f"{_elsewhere(repo_id)}."
     )
 
 
+def _hub() -> str:
+    """The Hub's address, without a name and password that it may carry."""
+    return re.sub(r"//[^/@]*@", "//", constants.ENDPOINT)
+
+
 def _status_sentence(status: int, repo_id: str) -> str:
-    hub = constants.ENDPOINT
+    hub = _hub()
     if status in _REFUSED:
         return f"{hub} refuses {repo_id} with status {status}: {_with_token('give a token that may read it')}."
     if status == _TOO_MANY:
@@ -86,7 +101,3 @@ def _with_token(what: str) -> str:
 
 def _elsewhere(repo_id: str) -> str:
     return f"fetch {repo_id} where there is a network and give the folder's path"
-
-
-def _room() -> str:
-    return "see --download-dir and HF_HOME"

@@ -17,6 +17,8 @@ from ..safetensors_files import INDEX, PICKLES, SINGLE
 SMALL = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 """Configuration, tokenizer and templates, at the top of the repository."""
 
+MORE_TEMPLATES = "additional_chat_templates/"
+
 PREFERRED = (
     *("Q4_K_M", "Q8_0", "Q5_K_M", "Q6_K", "Q4_K_S", "Q5_K_S", "Q4_1", "Q4_0", "IQ4_NL"),
     *("Q3_K_M", "Q3_K_S", "Q2_K", "BF16", "F16", "F32"),
@@ -85,6 +87,7 @@ def choose(names: Collection[str], repo_id: str, choice: str | None = None) -> C
 
 def is_small(name: str) -> bool:
     """Whether ``name`` is one of the files beside the weights."""
+    name = name.removeprefix(MORE_TEMPLATES)
     return "/" not in name and any(PurePosixPath(name).match(pattern) for pattern in SMALL)
 
 
