@@ -140,7 +140,8 @@ def test_another_template_where_there_are_tools(folder: Path, place: str) -> Non
     both = jinja.from_string(source)
     tools = ["a", "b"]
     assert both.render(tools=tools) == jinja.from_string(TOOL_USE).render(tools=tools)
-    for none in (None, []):
+    nothing: list[list[str] | None] = [None, []]
+    for none in nothing:
         assert both.render(tools=none) == jinja.from_string(DEFAULT).render()
 
 

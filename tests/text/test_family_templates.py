@@ -355,7 +355,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi <there> & 'you'"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
 THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"}
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -365,7 +365,7 @@ TOOLS = [
         },
     }
 ]
-CALL = {
+CALL: dict[str, Any] = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
@@ -373,7 +373,7 @@ CALL = {
     ],
 }
 RESULT = {"role": "tool", "content": "12 °C", "tool_call_id": "1"}
-CONVERSATIONS = {
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "user": [USER],
     "system": [SYSTEM, USER],
     "history": [USER, ASSISTANT, USER],
@@ -471,7 +471,7 @@ def test_mixtral_puts_tools_before_the_last_question() -> None:
     assert render(MIXTRAL, SYSTEM, USER) == f"<s> [INST] Be brief.\n\n{USER['content']} [/INST]"
     text = render(MIXTRAL, USER, ASSISTANT, USER, tools=TOOLS)
     ask = f" [INST] {USER['content']} [/INST]"
-    parameters = dumped(TOOLS[0]["function"]["parameters"])  # type: ignore[index]
+    parameters = dumped(TOOLS[0]["function"]["parameters"])
     tools = f'{{"name": "weather", "description": "é & <b>", "parameters": {parameters}}}'
     assert text == f"<s>{ask} Hello</s>[AVAILABLE_TOOLS] [{tools}][/AVAILABLE_TOOLS]{ask}"
 
@@ -484,7 +484,7 @@ def test_llama31() -> None:
     assert '{"name": "weather", "parameters": {"city": "Ü"}}<|eot_id|>' in text
     assert "<|start_header_id|>ipython<|end_header_id|>\n\n12 °C<|eot_id|>" in text
     with pytest.raises(InvalidRequestError, match="One call at a time"):
-        render(LLAMA31, USER, {**CALL, "tool_calls": CALL["tool_calls"] * 2})  # type: ignore[operator]
+        render(LLAMA31, USER, {**CALL, "tool_calls": CALL["tool_calls"] * 2})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -548,7 +548,7 @@ def test_equals_transformers(family: str, apply: Callable[..., str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2.5", "llama3.1"])
 def test_calls_and_results_equal_transformers(family: str, apply: Callable[..., str]) -> None:
-    messages = [SYSTEM, USER, CALL, RESULT]
+    messages: list[dict[str, Any]] = [SYSTEM, USER, CALL, RESULT]
     ours = render(FAMILIES[family], *messages, tools=TOOLS)
     theirs = apply(FAMILIES[family], messages, tools=TOOLS, add_generation_prompt=True)
     assert ours == theirs
