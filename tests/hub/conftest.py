@@ -83,6 +83,7 @@ class FakeHub:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.status: int | None = None  # of every answer of the API
+        self.status_message: str | None = None
         self.break_offs: list[int] = []  # bytes after which the next transfers of large files end
         self.page: bytes | None = None  # in place of every answer
         self.resets = 0  # transfers that end with a reset
@@ -153,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         found = None
         if self.fake.status is not None:
-            self._refuse(self.fake.status)
+            self._refuse(self.fake.status, message=self.fake.status_message)
         elif repo is None or (repo.token is not None and token != repo.token):
             self._refuse(404 if token else 401, "RepoNotFound")
         elif repo.is_gated:
@@ -162,9 +163,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound")
         return found
 
-    def _refuse(self, status: int, code: str | None = None) -> None:
-        headers = {"X-Error-Code": code, "X-Error-Message": code} if code else {}
-        self._send(status, b"{}", headers)
+    def _refuse(self, status: int, code: str | None = None, message: str | None = None) -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": message or code}
+        self._send(status, b"{}", {name: text for name, text in headers.items() if text})
 
     def _api(self, repo_id: str, route: str, revision: str) -> None:
         found = self._find(repo_id, revision)

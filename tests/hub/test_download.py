@@ -263,6 +263,18 @@ def test_a_hub_in_trouble(hub: FakeHub, repo: Repo, status: int) -> None:
     assert fetch(HubModel(REPO)) == folder
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_the_hub_refuses(
+    hub: FakeHub, repo: Repo, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.status, hub.status_message = status, "Invalid credentials in Authorization header"
+    text = refusal(HubModel(REPO))
+    assert f"refuses {REPO} with status {status}: give a token that may read it in HF_TOKEN" in text
+    assert TOKEN not in text
+    assert len(hub.requests) == 1  # asking again changes nothing
+
+
 def test_what_answers_in_the_hubs_place(hub: FakeHub, repo: Repo) -> None:
     hub.page = b"<html>Log in to this network</html>"
     text = refusal(HubModel(REPO))
