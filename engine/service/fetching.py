@@ -6,6 +6,7 @@ Owns the time before there is an engine process. Everything after it is the engi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from ..api import (
 from ..checkpoint.hub.fetch import Fetch
 from ..errors import ConfigError, EngineDeadError, EngineNotReadyError, EngineRefusedError
 from ..stats import EngineStats, StatsSink
+
+logger = logging.getLogger(__name__)
 
 
 class FetchingEngine(Engine):
@@ -56,8 +59,11 @@ class FetchingEngine(Engine):
             self._progress = LoadProgress("starting", 0.0)
             engine = await asyncio.to_thread(self._begin, path)
         except ConfigError as error:
-            self._death = EngineRefusedError(str(error))
-            self._decided.set()
+            self._fail(EngineRefusedError(str(error)))
+            return
+        except Exception as error:
+            logger.exception("the engine cannot be started")
+            self._fail(EngineDeadError(f"{type(error).__name__}: {error}"))
             return
         if self._is_closing:
             await engine.close()
@@ -67,6 +73,11 @@ class FetchingEngine(Engine):
         await engine.start()
         self._engine = engine
         self._decided.set()
+
+    def _fail(self, death: EngineDeadError) -> None:
+        if not self._is_closing:  # which ends the download, too
+            self._death = death
+            self._decided.set()
 
     def _note(self, fraction: float) -> None:
         """Called on the thread that follows the download."""

@@ -175,7 +175,7 @@ def test_a_transfer_that_never_ends_well_is_given_up(
 
 
 def test_after_a_download_was_ended_whole_files_are_there_and_no_part_is(
-    hub: FakeHub, repo: Repo, model_folder: Path
+    hub: FakeHub, repo: Repo, model_folder: Path, tmp_path: Path
 ) -> None:
     hub.held_after = 0
     one = Fetch(HubModel(REPO))
@@ -189,12 +189,13 @@ def test_after_a_download_was_ended_whole_files_are_there_and_no_part_is(
 
     thread = threading.Thread(target=follow)
     thread.start()
-    while not hub.transfers():
+    while not list((tmp_path / "home").rglob("*.incomplete")):
         time.sleep(0.02)
     one.stop()
     thread.join(20)
     assert not thread.is_alive()
     assert "start again to go on" in str(ended[0])
+    assert not list((tmp_path / "home").rglob("*.incomplete"))
     hub.held_after, before = None, len(hub.requests)
     hub.released.set()
     assert read_folder(fetch(HubModel(REPO))) == read_folder(model_folder)

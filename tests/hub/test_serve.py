@@ -178,7 +178,7 @@ def test_a_download_process_that_dies_is_told(hub: FakeHub, repo: Repo, serving:
         for child in server.wait_downloading(hub):
             os.kill(child.pid, signal.SIGKILL)
         assert server.process.wait(TIMEOUT_S) == 2
-        assert f"octavo: The download of {REPO} ended with status -9; start" in server.text()
+        assert f"octavo: The download of {REPO} ended early, with status -9; start" in server.text()
 
 
 @pytest.mark.slow

@@ -12,14 +12,14 @@ import json
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -54,7 +54,9 @@ def download(wanted: HubModel, report: Report) -> Path:
     try:
         sizes, commit = _listed(wanted, report)
     except HFValidationError as error:
-        raise CheckpointError(f"{wanted.repo_id} is no name of a repository: {error}.") from error
+        raise CheckpointError(
+            f"{wanted.repo_id} is no name of a repository: {str(error).rstrip('.')}."
+        ) from error
     except TROUBLE as error:
         if is_away(error):
             return _from_cache(wanted, error, report)
@@ -258,14 +260,21 @@ def _escaped(name: str) -> str:
 def _end_with_parent() -> None:
     while os.read(0, 4096):
         pass
+    _remove_parts()
     os._exit(0)
 
 
-def main() -> int:
+def _remove_parts() -> None:
+    """Remove the files that are still being written: the library never goes on with another process's."""
+    for link in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):
+            path = Path(os.readlink(link))
+            if path.suffix == ".incomplete":
+                path.unlink()
+
+
+def main() -> NoReturn:
     """The process: read what is wanted, fetch it, say how it went."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent decides
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # warnings tell signed addresses
     wanted = HubModel(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()

@@ -10,12 +10,14 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from ...errors import CheckpointError
 from .names import HubModel
 
+END_S = 5.0
 COMMAND = (sys.executable, "-P", "-m", "octavo.engine.checkpoint.hub.download")
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,11 @@ class Fetch:
         self._model = model
         try:
             self._process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                process_group=0,  # Ctrl-C reaches the front end alone, which decides
             )
         except OSError as error:
             raise CheckpointError(f"The download of {model} cannot be started: {error}.") from error
@@ -64,20 +70,28 @@ class Fetch:
                 if "refused" in news:
                     raise CheckpointError(news["refused"])
             process.wait()
-        except (BrokenPipeError, json.JSONDecodeError):  # it ended, or wrote what is no news
+        except CheckpointError:
+            raise
+        except (BrokenPipeError, ValueError):  # it ended, or was ended, or wrote what is no news
             pass
         finally:
             self.stop()
-            process.stdin.close()
             process.stdout.close()
         raise CheckpointError(
-            f"The download of {self._model} ended with status {process.returncode}; start again to go on."
+            f"The download of {self._model} ended early, with status {process.returncode}; start again to go on."
         )
 
     def stop(self) -> None:
         """End the process, whatever it is doing. What has come whole stays in the cache."""
-        self._process.kill()
-        self._process.wait()
+        process = self._process
+        if process.stdin is not None:
+            with suppress(OSError):  # it is gone
+                process.stdin.close()  # upon which it removes what is half there, and ends
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def fetch(model: HubModel, on_progress: Callable[[float], None] | None = None) -> Path:
