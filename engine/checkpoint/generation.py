@@ -48,22 +48,39 @@ def check_ids(ids: tuple[int, ...], vocab_size: int, where: str) -> tuple[int, .
 
 
 def find_chat_template(folder: Path) -> str | None:
-    """``chat_template.jinja``, else the (default) template of tokenizer_config.json.
+    """``chat_template.jinja``, else the template of tokenizer_config.json.
+
+    Of several the one called ``default``; the one called ``tool_use``, if there is one, where there are tools.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    template = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    default: Any = _read_text(folder / "chat_template.jinja")
+    tool_use: Any = _read_text(folder / "additional_chat_templates" / "tool_use.jinja")
+    if default is None:
+        default = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(default, list):
+        named = {t.get("name"): t.get("template") for t in default if isinstance(t, dict)}
+        default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        return None
+    return _either(tool_use, default) if isinstance(tool_use, str) else default
+
+
+def _read_text(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _either(tool_use: str, default: str) -> str:
+    """One template of two. The empty expressions keep Jinja from trimming what belongs to either."""
+    keep = "{{ '' }}"
+    first, second = (text.removesuffix("\n") for text in (tool_use, default))
+    return f"{{% if tools %}}{keep}{first}{keep}{{% else %}}{keep}{second}{keep}{{% endif %}}"
 
 
 def find_default_sampling(folder: Path) -> dict[str, Any]:

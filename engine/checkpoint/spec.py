@@ -112,6 +112,14 @@ class ModelSpec:
         return self.layers[index] if self.layers else LayerSpec(self.rope, self.sliding_window)
 
 
+def auto_dtype(spec: ModelSpec, *, on_cpu: bool, has_bfloat16: bool) -> str:
+    """What ``--dtype auto`` means: the checkpoint's type; on a CPU, quantised, float16 and bfloat16 weights are
+    computed in bfloat16 where the processor has it, else in float32."""
+    if on_cpu and (spec.is_quantized or spec.dtype != "float32"):
+        return "bfloat16" if has_bfloat16 else "float32"
+    return spec.dtype
+
+
 def check_spec(spec: ModelSpec, where: str) -> None:
     """Whether the numbers fit each other.
 

@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import ConfigError
 
 _ONE_DEVICE = "octavo runs a model on one device"
-_LOCAL = "models are local files"
 _TEXT = "octavo generates text and gives embeddings"
 _AS_IT_IS = "steps run as they are, nothing is compiled or captured"
 _NO_SPECULATION = "there is no speculative decoding"
@@ -41,11 +40,9 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), _ONE_DEVICE),
     "enable_expert_parallel": ((False,), _ONE_DEVICE),
     "distributed_executor_backend": ((None, "uni", "mp"), _ONE_DEVICE),
-    "revision": (_NOTHING, _LOCAL),
-    "tokenizer_revision": (_NOTHING, _LOCAL),
-    "hf_token": ((None, False), _LOCAL),
+    "tokenizer_revision": (_NOTHING, "the tokenizer is of the model's revision"),
+    "hf_token": ((None, False), "set HF_TOKEN in the environment"),
     "hf_overrides": (_NOTHING, "change the model's config.json instead"),
-    "download_dir": (_NOTHING, _LOCAL),
     "load_format": (("auto", "safetensors", "gguf"), "the format follows from the model's files"),
     "tokenizer_mode": (("auto", "hf"), "the tokenizer is the model's own fast one"),
     "skip_tokenizer_init": ((False,), "texts are always made"),

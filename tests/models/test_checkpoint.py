@@ -105,11 +105,73 @@ def test_a_folder_without_extras_has_none(folder: Path) -> None:
 def test_the_template_file_beats_the_tokenizer_config(folder: Path) -> None:
     edit(folder, "tokenizer_config.json", chat_template="from config")
     assert open_checkpoint(folder).chat_template == "from config"
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}]
     edit(folder, "tokenizer_config.json", chat_template=named)
     assert open_checkpoint(folder).chat_template == "plain"
     (folder / "chat_template.jinja").write_text("from file")
     assert open_checkpoint(folder).chat_template == "from file"
+
+
+TOOL_USE = " \n{% for t in tools %} {{ t }}\n{% endfor %}\n  "
+DEFAULT = "\n{%- set x = 1 %}\nplain{{ x }}\n\n"
+
+
+@pytest.mark.parametrize("place", ["folder", "tokenizer"])
+def test_another_template_where_there_are_tools(folder: Path, place: str) -> None:
+    from jinja2 import Environment
+
+    if place == "folder":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+        (folder / "chat_template.jinja").write_text(DEFAULT)
+    else:
+        texts = {"tool_use": TOOL_USE, "default": DEFAULT}
+        named = [{"name": name, "template": text} for name, text in texts.items()]
+        edit(folder, "tokenizer_config.json", chat_template=named)
+    source = open_checkpoint(folder).chat_template
+    assert source is not None
+    jinja = Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers has it
+    both = jinja.from_string(source)
+    tools = ["a", "b"]
+    assert both.render(tools=tools) == jinja.from_string(TOOL_USE).render(tools=tools)
+    nothing: list[list[str] | None] = [None, []]
+    for none in nothing:
+        assert both.render(tools=none) == jinja.from_string(DEFAULT).render()
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"temperature": None, "top_p": 1.0, "top_k": 0}, {"top_p": 1.0, "top_k": 0}),
+        ({"do_sample": None, "temperature": 0.7}, {"temperature": 0.7}),
+        ({"do_sample": False, "temperature": 0.7}, {}),
+        ({"max_length": 20, "max_new_tokens": 5, "num_beams": 4, "pad_token_id": 0}, {}),
+        ({"min_p": 0.1, "repetition_penalty": 1.0}, {"min_p": 0.1, "repetition_penalty": 1.0}),
+    ],
+)
+def test_which_keys_of_generation_config_count(
+    folder: Path, given: dict[str, Any], taken: dict[str, Any]
+) -> None:
+    edit(folder, "generation_config.json", **given)
+    assert open_checkpoint(folder).default_sampling == taken
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ([3, 4], None, (3, 4)),
+        (3, [3, 4, 3], (3, 4)),
+        (None, [5], (5,)),
+        ([], 6, (6,)),
+        (3, [], (3,)),
+    ],
+)
+def test_end_ids_may_be_lists_anywhere(
+    folder: Path, config: Any, generation: Any, expected: tuple[int, ...]
+) -> None:
+    edit(folder, "config.json", eos_token_id=config)
+    edit(folder, "generation_config.json", eos_token_id=generation)
+    assert open_checkpoint(folder).eos_token_ids == expected
 
 
 def test_sampling_defaults(folder: Path) -> None:

@@ -130,7 +130,7 @@ def test_an_architecture_without_a_model() -> None:
 
 # --- folders and safetensors --------------------------------------------------------------------
 def test_nothing_there(tmp_path: Path) -> None:
-    refused(tmp_path / "org" / "name", "There is no model at .*downloads nothing")
+    refused(tmp_path / "org" / "name", "There is no model at .*a repository of the Hub as ORG/NAME")
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:

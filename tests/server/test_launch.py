@@ -11,15 +11,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import pytest
 
-from octavo.engine.api import Engine
+from octavo.engine.api import Engine, LoadProgress
 from octavo.engine.config import ServerConfig
-from octavo.engine.errors import ConfigError
+from octavo.engine.errors import ConfigError, EngineNotReadyError
 from octavo.engine.stats import EngineStats
+from octavo.server import banner
 from octavo.server.banner import Console, base_url, curl_line
 from octavo.server.launch import model_names, serve
 from octavo.server.listening import bind
@@ -95,6 +96,9 @@ def test_urls(host: str, expected: str) -> None:
         ("/models/Llama-3/", None, ("Llama-3",)),
         ("/models/x.Q4_1.gguf", None, ("x.Q4_1",)),
         ("/models/x", ("a", "b"), ("a", "b")),
+        ("org/Name", None, ("org/Name",)),
+        ("org/Name:Q4_K_M", None, ("org/Name:Q4_K_M",)),
+        ("org/Name", ("a",), ("a",)),
     ],
 )
 def test_model_names(model: str | None, configured: Any, expected: tuple[str, ...]) -> None:
@@ -105,6 +109,33 @@ def test_curl_line_is_safe_to_paste() -> None:
     line = curl_line("it's", "http://x", needs_key=True)
     assert "$OCTAVO_API_KEY" in line
     assert "it'\\''s" in line
+
+
+class Downloading:
+    """An engine whose progress is another one each time it is looked at, until it is ready."""
+
+    def __init__(self, *progress: LoadProgress) -> None:
+        self._left = list(progress)
+
+    def check_ready(self) -> None:
+        if self._left:
+            raise EngineNotReadyError("not yet")
+
+    @property
+    def progress(self) -> LoadProgress:
+        return self._left.pop(0)
+
+
+@pytest.mark.anyio
+async def test_a_download_is_told_in_tenths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(banner, "POLL_S", 0)
+    shares = [LoadProgress("downloading", share / 100) for share in range(0, 26, 5)]
+    out = io.StringIO()
+    engine = cast(Engine, Downloading(*shares, LoadProgress("loading", 0.0)))
+    await banner.watch_progress(engine, Console(out))
+    assert [line.removeprefix("octavo: ") for line in out.getvalue().splitlines()] == [
+        *("downloading", "downloading 10%", "downloading 20%", "loading")
+    ]
 
 
 @pytest.mark.anyio
