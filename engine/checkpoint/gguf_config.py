@@ -30,7 +30,6 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = _arch_fields(file)
     architecture = _architecture(file, fields)
-    _refuse_features(file)
     family = family_of(architecture)
     spec = family.read_gguf(fields, _common_spec(architecture, file, fields))
     if family.has_gguf_pairs and spec.rope.rotary_dim != spec.head_dim:
@@ -110,11 +109,6 @@ def _one_number(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
         return value[0].item()
     return value
-
-
-def _refuse_features(file: GGUFFile) -> None:
-    if (Fields(file.metadata, str(file.path)).size_or_none("split.count") or 1) > 1:
-        raise CheckpointError(f"{file.path} is one part of a split GGUF; octavo reads one file.")
 
 
 def _vocab_size(file: GGUFFile, fields: Fields) -> int:

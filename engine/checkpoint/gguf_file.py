@@ -74,6 +74,7 @@ _STRING, _ARRAY = 8, 9
 class GGUFTensor:
     """Where one tensor lies."""
 
+    path: Path  # of the file
     name: str
     shape: tuple[int, ...]  # row-major: the last dimension is contiguous
     type: str  # a key of BLOCK_LAYOUTS
@@ -82,7 +83,9 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """The header of one GGUF file; tensor bytes are mapped only while somebody holds them.
+    """The header of a GGUF file; tensor bytes are mapped only while somebody holds them.
+
+    One that :mod:`.gguf_split` put together has tensors in several files.
 
     ``metadata`` maps keys to ``int``, ``float``, ``bool``, ``str``, a list of ``str``, or a numpy
     array of numbers. Bytes that are not UTF-8 are replaced by U+FFFD.
@@ -124,10 +127,12 @@ class GGUFFile:
             return np.empty(0, np.uint8)
         try:
             return np.memmap(
-                self.path, np.uint8, mode="c", offset=tensor.offset, shape=(tensor.num_bytes,)
+                tensor.path, np.uint8, mode="c", offset=tensor.offset, shape=(tensor.num_bytes,)
             )
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}.") from error
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name} cannot be read: {error}."
+            ) from error
 
 
 class _Header:
@@ -246,7 +251,9 @@ class _Header:
                     f"{self._path} is too short: tensor {name} ends at byte "
                     f"{start + offset + num_bytes}, the file at {self._size}."
                 )
-            tensors[name] = GGUFTensor(name, shape, type_name, start + offset, num_bytes)
+            tensors[name] = GGUFTensor(
+                self._path, name, shape, type_name, start + offset, num_bytes
+            )
         return tensors
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], type_id: int) -> tuple[str, int]:

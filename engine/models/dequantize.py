@@ -40,6 +40,26 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
     return values.view(-1)
 
 
+def to_q8_0(data: Tensor, type: str) -> Tensor:
+    """Blocks of a type in :data:`AS_Q8_0` as blocks of Q8_0, which stand for the same numbers.
+
+    Args:
+        data: ``[num_bytes]`` uint8.
+
+    Returns:
+        ``[num_blocks, 34]`` uint8.
+    """
+    numbers, block_bytes = BLOCK_LAYOUTS[type]
+    blocks = data.view(-1, block_bytes)
+    result = torch.empty(blocks.shape[0], BLOCK_LAYOUTS["Q8_0"][1], dtype=torch.uint8)
+    step = CHUNK_NUMBERS // numbers
+    for start in range(0, blocks.shape[0], step):
+        part = blocks[start : start + step]
+        result[start : start + step, :2] = part[:, :2]
+        result[start : start + step, 2:] = AS_Q8_0[type](part).view(torch.uint8)
+    return result
+
+
 def _nibbles(packed: Tensor) -> Tensor:
     """``[num_blocks, 16]`` bytes → ``[num_blocks, 32]`` float32: low halves, then high halves."""
     values = torch.empty(packed.shape[0], 32)
@@ -78,3 +98,9 @@ _BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ4_XS": k_quants.iq4_xs,
 }
 QUANTIZED_TYPES = frozenset(_BLOCKS)
+
+AS_Q8_0: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q5_0": k_quants.q5_0_numbers,
+    "IQ4_NL": k_quants.iq4_nl_numbers,
+}
+"""Types whose numbers are whole, of 8 bits, times one scale for 32 of them: Q8_0 holds them exactly."""

@@ -48,6 +48,9 @@ class SafetensorsWeights:
         tensor: Tensor = self._handle(own_name).get_tensor(own_name)
         return self._family.arrange(self._spec, name, tensor.to(dtype, copy=True))
 
+    def block_type(self, name: str) -> None:
+        """Safetensors hold numbers."""
+
     def load_blocks(self, name: str) -> None:
         """Safetensors hold numbers."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -296,9 +297,15 @@ def _write_gguf(
     arch: str = "llama",
     is_permuted: bool = True,
     convert: Callable[[str, Any], Any] = lambda name, values: values,
+    tensors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    blocks: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
     **metadata: Any,
 ) -> None:
-    """Write a transformers model as GGUF and round the model's own weights to what was written."""
+    """Write a transformers model as GGUF and round the model's own weights to what was written.
+
+    Args:
+        blocks: type and rows of matrices, ``[rows, bytes]`` uint8, that are written instead.
+    """
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     _add_metadata(writer, config)
     for key, value in metadata.items():
@@ -316,12 +323,19 @@ def _write_gguf(
         if values.ndim == 1:
             writer.add_tensor(own_name, stored)
             continue
+        if name in blocks:
+            own_type, rows = blocks[name]
+            rows = rows if num_heads is None else _permute(rows, num_heads)
+            writer.add_tensor(own_name, rows, raw_dtype=gguf.GGMLQuantizationType[own_type])
+            continue
         writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
         parameter.data.copy_(torch.from_numpy(rounded))
     if config.rope_parameters.get("rope_type") == "llama3":
         plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for name, numbers in tensors.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -418,7 +432,7 @@ def write_gguf() -> Callable[..., None]:
 
     Metadata go by GGUFWriter's ``add_`` names, tensors by the gguf package's names for ``arch``. Matrices are
     stored as ``type``; the model's own are rounded to the values that were stored. ``convert`` makes of a
-    tensor's name and values what the file holds: other rows, or another vector.
+    tensor's name and values what the file holds: other rows, or another vector; ``tensors`` are further ones.
     """
     return _write_gguf
 

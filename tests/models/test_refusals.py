@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -133,11 +134,12 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    refused(tmp_path, "has no config.json")
+    refused(tmp_path, r"has neither config\.json nor a GGUF file")
 
 
-def test_a_folder_with_a_gguf_file(gguf_path: Path) -> None:
-    refused(gguf_path.parent, re.escape(f"give {gguf_path}"))
+def test_a_folder_with_several_gguf_files(gguf_path: Path) -> None:
+    shutil.copy(gguf_path, gguf_path.with_name("other.gguf"))
+    refused(gguf_path.parent, r"several models: model\.gguf, other\.gguf; give the path of one")
 
 
 def test_a_folder_with_pickles_only(folder: Path) -> None:
@@ -291,7 +293,7 @@ HUGE = 1 << 62
             "general.alignment is 0",
         ),
         (header(num_tensors=1) + tensor(dims=(1,) * 5), "t has 5 dimensions"),
-        (header(num_tensors=1) + tensor(kind=12), "tensor t has type Q4_K; octavo reads F32"),
+        (header(num_tensors=1) + tensor(kind=16), "tensor t has type IQ2_XXS; octavo reads F32"),
         (header(num_tensors=1) + tensor(kind=77), "tensor t has type number 77"),
         (header(num_tensors=1) + tensor(dims=(33,), kind=2), "t are no multiple of 32"),
         (header(num_tensors=1) + tensor(), "is too short: tensor t ends at byte"),
@@ -357,6 +359,11 @@ def test_gguf_metadata_that_lacks_a_size(tmp_path: Path) -> None:
     sizes = {key: value for key, value in SIZES.items() if key != "context_length"}
     write_metadata(tmp_path / "model.gguf", **sizes)
     refused(tmp_path / "model.gguf", "lacks context_length")
+
+
+def test_gguf_sampling_out_of_its_range(tmp_path: Path) -> None:
+    write_metadata(tmp_path / "model.gguf", sampling_top_p=1.5, **SIZES)
+    refused(tmp_path / "model.gguf", r"general\.sampling: top_p must be")
 
 
 def test_missing_gguf_tensors_go_by_their_own_names(
