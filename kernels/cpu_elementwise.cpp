@@ -170,6 +170,11 @@ OCTAVO_INLINE void pack_bf16_row(const float* x, int64_t size, int64_t padded, b
   std::memset(out + size, 0, (padded - size) * sizeof(bf16));
 }
 
+void copy_padded_row(const float* x, int64_t size, int64_t padded, float* out) {
+  std::memcpy(out, x, size * sizeof(float));
+  std::memset(out + size, 0, (padded - size) * sizeof(float));
+}
+
 constexpr int kGroupVectors = kGroup / kLanes;
 
 // Largest magnitude of a group, as its bits: these order as the numbers do, NaN above infinity.
@@ -295,6 +300,17 @@ void add_rows(const AddArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+void clamp_rows(const ClampArgs& a, int64_t begin, int64_t end) {
+  const vfloat most = splat(a.limit), least = splat(-a.limit);
+  const auto clamp = [&](vfloat v) { return vmin(most, vmax(least, v)); };
+  for (int64_t token = begin; token < end; token++) {
+    float* x = a.x + token * a.x_stride;
+    sweep(
+        a.size, [&](int64_t i) { store(x + i, clamp(load(x + i))); },
+        [&](int64_t i, int count) { store_some(x + i, clamp(load_some(x + i, count)), count); });
+  }
+}
+
 void gate_rows(const GateArgs& a, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; token++) {
     const float* x = a.x + token * a.x_stride;
@@ -320,8 +336,10 @@ void rotary_rows(const RotaryArgs& a, int64_t begin, int64_t end) {
 void pack_rows(const PackRowsArgs& a, int64_t begin, int64_t end) {
   const PackedRows layout(a.kind, a.capacity, a.size);
   for (int64_t token = begin; token < end; token++) {
-    const float* x = a.x + token * a.x_stride;
-    if (a.kind == kRowsInt8)
+    const float* x = a.x + (a.sources ? a.sources[token] : token) * a.x_stride;
+    if (a.kind == kRowsFloat32)
+      copy_padded_row(x, a.size, layout.padded, const_cast<float*>(layout.float_row(a.out, token)));
+    else if (a.kind == kRowsInt8)
       pack_int8_row(x, a.size, const_cast<int8_t*>(layout.int8_row(a.out, token)),
                     const_cast<float*>(layout.scale_row(a.out, token)),
                     const_cast<float*>(layout.sum_row(a.out, token)));

@@ -54,6 +54,12 @@ void run_tokens(const Instruction& step, int64_t begin, int64_t end) {
       return store_kv(as<StoreKVArgs>(step.args), begin, end);
     case kPackRows:
       return pack_rows(as<PackRowsArgs>(step.args), begin, end);
+    case kRoute:
+      return route_rows(as<RouteArgs>(step.args), begin, end);
+    case kCombine:
+      return combine_rows(as<CombineArgs>(step.args), begin, end);
+    case kClamp:
+      return clamp_rows(as<ClampArgs>(step.args), begin, end);
   }
 }
 
@@ -78,6 +84,12 @@ const int64_t* num_tokens(const Instruction& step) {
       return as<StoreKVArgs>(step.args).num_tokens;
     case kPackRows:
       return as<PackRowsArgs>(step.args).num_tokens;
+    case kRoute:
+      return as<RouteArgs>(step.args).num_tokens;
+    case kCombine:
+      return as<CombineArgs>(step.args).num_tokens;
+    case kClamp:
+      return as<ClampArgs>(step.args).num_tokens;
     default:
       return nullptr;
   }
@@ -91,6 +103,8 @@ void run_part(const Instruction& step, const Team& team) {
       return linear_part(as<LinearArgs>(step.args), team);
     case kSample:
       return sample_part(as<SampleArgs>(step.args), team);
+    case kSortExperts:
+      return sort_experts_part(as<SortExpertsArgs>(step.args), team);
   }
 }
 
@@ -165,6 +179,10 @@ const LayoutEntry kLayout[] = {
     KIND(kAdd),
     KIND(kLayerNorm),
     KIND(kGelu),
+    KIND(kRoute),
+    KIND(kSortExperts),
+    KIND(kCombine),
+    KIND(kClamp),
 
     STRUCT(Instruction),
     FIELD(Instruction, kind),
@@ -285,6 +303,8 @@ const LayoutEntry kLayout[] = {
     FIELD(PackRowsArgs, num_tokens),
     FIELD(PackRowsArgs, x),
     FIELD(PackRowsArgs, x_stride),
+    FIELD(PackRowsArgs, sources),
+    FIELD(PackRowsArgs, num_sources),
     FIELD(PackRowsArgs, size),
     FIELD(PackRowsArgs, kind),
     FIELD(PackRowsArgs, capacity),
@@ -303,6 +323,47 @@ const LayoutEntry kLayout[] = {
     FIELD(LinearArgs, bias),
     FIELD(LinearArgs, out),
     FIELD(LinearArgs, out_stride),
+    FIELD(LinearArgs, group_starts),
+    FIELD(LinearArgs, num_groups),
+    FIELD(LinearArgs, weight_stride),
+
+    STRUCT(RouteArgs),
+    FIELD(RouteArgs, num_tokens),
+    FIELD(RouteArgs, logits),
+    FIELD(RouteArgs, logits_stride),
+    FIELD(RouteArgs, num_experts),
+    FIELD(RouteArgs, top_k),
+    FIELD(RouteArgs, is_renormalised),
+    FIELD(RouteArgs, experts),
+    FIELD(RouteArgs, weights),
+
+    STRUCT(SortExpertsArgs),
+    FIELD(SortExpertsArgs, num_tokens),
+    FIELD(SortExpertsArgs, experts),
+    FIELD(SortExpertsArgs, num_experts),
+    FIELD(SortExpertsArgs, top_k),
+    FIELD(SortExpertsArgs, num_rows),
+    FIELD(SortExpertsArgs, starts),
+    FIELD(SortExpertsArgs, tokens),
+    FIELD(SortExpertsArgs, rows),
+
+    STRUCT(CombineArgs),
+    FIELD(CombineArgs, num_tokens),
+    FIELD(CombineArgs, x),
+    FIELD(CombineArgs, x_stride),
+    FIELD(CombineArgs, rows),
+    FIELD(CombineArgs, weights),
+    FIELD(CombineArgs, top_k),
+    FIELD(CombineArgs, size),
+    FIELD(CombineArgs, out),
+    FIELD(CombineArgs, out_stride),
+
+    STRUCT(ClampArgs),
+    FIELD(ClampArgs, num_tokens),
+    FIELD(ClampArgs, x),
+    FIELD(ClampArgs, x_stride),
+    FIELD(ClampArgs, size),
+    FIELD(ClampArgs, limit),
 
     STRUCT(SampleArgs),
     FIELD(SampleArgs, num_rows),

@@ -26,6 +26,10 @@ enum OpKind : int64_t {
   kAdd = 9,
   kLayerNorm = 20,
   kGelu = 21,
+  kRoute = 30,
+  kSortExperts = 31,
+  kCombine = 32,
+  kClamp = 33,
 };
 
 enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };

@@ -27,6 +27,10 @@ class OpKind(IntEnum):
     ADD = 9
     LAYER_NORM = 20
     GELU = 21
+    ROUTE = 30
+    SORT_EXPERTS = 31
+    COMBINE = 32
+    CLAMP = 33
 
 
 DONE = 0
@@ -43,6 +47,9 @@ TOKENWISE = frozenset(
         OpKind.ROTARY,
         OpKind.STORE_KV,
         OpKind.PACK_ROWS,
+        OpKind.ROUTE,
+        OpKind.COMBINE,
+        OpKind.CLAMP,
     )
 )
 """Ops that do each token by itself: neighbours run without a barrier between them."""
@@ -207,6 +214,8 @@ class PackRowsArgs(Args):
         ("num_tokens", c_void_p),
         ("x", c_void_p),
         ("x_stride", c_int64),
+        ("sources", c_void_p),
+        ("num_sources", c_int64),
         ("size", c_int64),
         ("kind", c_int64),
         ("capacity", c_int64),
@@ -229,6 +238,52 @@ class LinearArgs(Args):
         ("bias", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_int64),
+        ("group_starts", c_void_p),
+        ("num_groups", c_int64),
+        ("weight_stride", c_int64),
+    )
+
+
+class RouteArgs(Args):
+    op = OpKind.ROUTE
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("is_renormalised", c_int64),
+        ("experts", c_void_p),
+        ("weights", c_void_p),
+    )
+
+
+class SortExpertsArgs(Args):
+    op = OpKind.SORT_EXPERTS
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("experts", c_void_p),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("num_rows", c_void_p),
+        ("starts", c_void_p),
+        ("tokens", c_void_p),
+        ("rows", c_void_p),
+    )
+
+
+class CombineArgs(Args):
+    op = OpKind.COMBINE
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("rows", c_void_p),
+        ("weights", c_void_p),
+        ("top_k", c_int64),
+        ("size", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
     )
 
 
@@ -246,6 +301,17 @@ class SampleArgs(Args):
         ("seed", c_void_p),
         ("position", c_void_p),
         ("out", c_void_p),
+    )
+
+
+class ClampArgs(Args):
+    op = OpKind.CLAMP
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("size", c_int64),
+        ("limit", c_float),
     )
 
 

@@ -5,14 +5,14 @@ Uses the default KV layout ``[num_blocks, block_size, num_kv_heads, head_dim]``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import torch_linear, torch_sampling
+from . import torch_experts, torch_linear, torch_sampling
 from .attention_plan import AttentionGroup, plan_attention
 from .kv_store import StorePlan, allocate_kv_cache, move_blocks, plan_store
 from .ops import (
@@ -53,6 +53,20 @@ class TorchOps:
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
+
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> Any:
+        return torch_experts.pack_experts(gate_up, down)
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        ids, weights = torch_experts.route(router_logits, top_k, renormalise)
+        return torch_experts.mix(x, ids, weights, packed)
 
     def pack_vector(self, vector: Tensor) -> Tensor:
         return vector
@@ -95,6 +109,9 @@ class TorchOps:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.add_(x)
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
 
     def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
         return functional.gelu(x, approximate="tanh" if is_tanh else "none")
@@ -206,7 +223,19 @@ class TorchOps:
                 move_blocks(source, target, src, dst)
 
     def record_step(self, forward: Forward) -> Forward:
-        return forward
+        """``forward``, after which nothing is kept of what its ops have derived alike."""
+
+        def step(
+            token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+        ) -> Tensor:
+            try:
+                return forward(token_ids, positions, metadata)
+            finally:
+                self._attention_plans.clear()
+                self._store_plans.clear()
+                self._angles.clear()
+
+        return step
 
     def sample(
         self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None

@@ -15,6 +15,7 @@ GATES = ("silu", "gelu_pytorch_tanh")
 UNGATED = ("gelu", "gelu_pytorch_tanh")
 DEFAULT_ROPE_THETA = 10000.0
 MAX_LAYERS = 1024
+MAX_EXPERTS = 1024  # of a layer
 MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
 
 
@@ -40,11 +41,22 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class ExpertSpec:
+    """A layer's mixture of experts in place of one feed-forward."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    intermediate_size: int  # of one expert
+    renormalise: bool  # the weights of a token's experts add up to 1
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What one decoder layer may do otherwise than its neighbours."""
 
     rope: RopeSpec | None  # None: queries and keys are not rotated
     window: int | None  # tokens that a query sees, itself included; None: all before it
+    experts: ExpertSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ class ModelSpec:
     qk_norm: Literal["head", "token"] | None = (
         None  # of each head; of all heads of a token together
     )
+    qkv_limit: float | None = None  # queries, keys and values are cut to -limit .. limit
     is_parallel: bool = (
         False  # attention and feed-forward look at the same sum, and both are added to it
     )
@@ -121,11 +134,25 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     for layer in (spec.layer(index) for index in range(spec.num_layers)):
         if layer.rope is not None:
             _check_rope(layer.rope, spec.head_dim, where)
+        if layer.experts is not None:
+            _check_experts(layer.experts, spec, where)
     known = GATES if spec.has_gate else UNGATED
     if spec.hidden_act not in known:
         raise CheckpointError(
             f"{where}: hidden_act {spec.hidden_act} is not supported for {spec.architecture}; "
             f"octavo knows {', '.join(known)}."
+        )
+
+
+def _check_experts(experts: ExpertSpec, spec: ModelSpec, where: str) -> None:
+    if experts.top_k > experts.num_experts or experts.num_experts > MAX_EXPERTS:
+        raise CheckpointError(
+            f"{where}: {experts.top_k} of {experts.num_experts} experts; octavo needs as many as are "
+            f"chosen, and at most {MAX_EXPERTS}."
+        )
+    if spec.hidden_act != "silu":
+        raise CheckpointError(
+            f"{where}: hidden_act {spec.hidden_act} is not supported in experts; silu is."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..checkpoint.spec import ModelSpec
+from ..checkpoint.spec import ExpertSpec, ModelSpec
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -27,7 +27,9 @@ def decoder_shapes(spec: ModelSpec) -> Shapes:
 
 def layer_shapes(spec: ModelSpec, index: int) -> Shapes:
     """The tensors of one layer, without its prefix."""
-    shapes = attention_shapes(spec) | mlp_shapes(spec)
+    experts = spec.layer(index).experts
+    mlp = mlp_shapes(spec) if experts is None else expert_shapes(spec, experts)
+    shapes = attention_shapes(spec) | mlp
     for name in filter(None, norm_names(spec)):
         shapes |= norm_shapes(spec, name)
     return shapes
@@ -58,6 +60,15 @@ def mlp_shapes(spec: ModelSpec) -> Shapes:
     for name, num_out in rows.items():
         shapes |= linear_shapes(f"mlp.{name}", num_out, hidden, spec.mlp_bias)
     return shapes | linear_shapes("mlp.down_proj", hidden, mlp, spec.mlp_bias)
+
+
+def expert_shapes(spec: ModelSpec, experts: ExpertSpec) -> Shapes:
+    hidden, mlp = spec.hidden_size, experts.intermediate_size
+    shapes: Shapes = {"mlp.gate.weight": (experts.num_experts, hidden)}
+    for name in (f"mlp.experts.{index}" for index in range(experts.num_experts)):
+        shapes[f"{name}.gate_proj.weight"] = shapes[f"{name}.up_proj.weight"] = (mlp, hidden)
+        shapes[f"{name}.down_proj.weight"] = (hidden, mlp)
+    return shapes
 
 
 def linear_shapes(name: str, num_out: int, num_in: int, has_bias: bool) -> Shapes:

@@ -78,7 +78,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     stored = {tensor.name: tensor for tensor in found}
     for name, shape in decoder_shapes(spec).items():
         tensor = stored[family.gguf_name(spec, name)]
-        numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        numbers = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         yield name, numbers.view(shape) - (1 if len(shape) == 1 else 0)
 
 
