@@ -154,6 +154,20 @@ def test_logits_of_any_size(scale: float, any_ops: Ops) -> None:
         assert_near(got, expected, 1e-5)
 
 
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_clamp(num_heads: int, any_ops: Ops) -> None:
+    """Of heads that are part of wider rows; NaN stays."""
+    wide = draw(5, num_heads + 2, 33)
+    x = wide[:, 1 : num_heads + 1]
+    x[2, 0, 7] = torch.nan
+    x[3, 0, 32] = torch.inf
+    before, expected = wide.clone(), x.clone().clamp(-0.7, 0.7)
+    got = any_ops.clamp(x, 0.7)
+    assert torch.equal(got.nan_to_num(9), expected.nan_to_num(9))
+    assert torch.equal(wide[:, 0], before[:, 0])
+    assert torch.equal(wide[:, -1], before[:, -1])
+
+
 @pytest.mark.parametrize("ops_class", [TorchOps, ReferenceOps])
 def test_blocks_are_refused_where_products_take_numbers(ops_class: type[Ops]) -> None:
     blocks = QuantizedRows(torch.zeros(64, 34, dtype=torch.uint8), "Q8_0")
