@@ -55,6 +55,12 @@ def test_logits_of_every_tensor_type(
     assert_close(feed(ours, ops, TOKENS, [7]), transformers_logits(theirs, TOKENS))
 
 
+def experts_of_layer_1(path: Path, ops: Ops, keep_quantized: bool) -> Any:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+    model: Any = load_model(open_checkpoint(path), ops, keep_quantized=keep_quantized, **options)
+    return model.layers[1].mlp
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1"])
 def test_blocks_are_multiplied_as_they_are(
@@ -63,12 +69,9 @@ def test_blocks_are_multiplied_as_they_are(
     """The router is float32 in either case; what differs is the rounding of experts' activations."""
     theirs, ops = tiny_of(Qwen3MoeForCausalLM, Qwen3MoeConfig, **SIZES), select_ops("cpu", CPU)
     write_gguf(theirs, tmp_path / "model.gguf", type, **METADATA)
-    checkpoint = open_checkpoint(tmp_path / "model.gguf")
     as_numbers, as_blocks = (
-        load_model(checkpoint, ops, dtype=torch.float32, device=CPU, keep_quantized=keeps)
-        .layers[1]
-        .mlp  # type: ignore[attr-defined]
-        for keeps in (False, True)
+        experts_of_layer_1(tmp_path / "model.gguf", ops, keep_quantized)
+        for keep_quantized in (False, True)
     )
     assert as_numbers.packed.gate_up.kind == WeightKind.FLOAT32
     assert as_blocks.packed.gate_up.kind == as_blocks.packed.down.kind == WeightKind[type]
