@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from dataclasses import Field
 from itertools import groupby
@@ -12,7 +13,9 @@ from typing import Any, cast
 from prometheus_client import Metric
 
 from octavo.engine.api import Engine
+from octavo.engine.checkpoint.families import families
 from octavo.engine.config import all_options, default_text, flag_of
+from octavo.engine.models.family import Family
 from octavo.server.metrics import Metrics
 from octavo.server.presets import preset_names
 
@@ -151,9 +154,85 @@ def render_roofline() -> str:
     return cast(str, module.render())
 
 
+_MODELS_HEAD = """\
+<!-- Written by `make docs` from engine/models/families/ and tests/models/. -->
+
+# Models
+
+octavo runs the decoder-only models below, from a Hugging Face folder (safetensors) or, where the table names
+an architecture of llama.cpp, from a GGUF file. An architecture that is not here is refused by name, and so is a
+feature that a model's configuration asks for and octavo does not compute. To add one: [Add a
+model](../CONTRIBUTING.md).
+
+Every family is verified against transformers: tiny models with random weights, norms and biases, in float32, whose
+logits must agree within `max|a - b| <= 1e-4 * max|b|` in one piece, in odd chunks, decoding, in batches and after a
+prefix hit; with the reference kernels, the PyTorch kernels and the native CPU kernels. *Greedy* means 64
+greedy tokens through the whole engine, *GGUF* the same logits from a GGUF file.
+
+| Models | Class in transformers | What it adds | GGUF | Verified |
+|---|---|---|---|---|
+"""
+
+_MODELS_TAIL = """
+## Rotary position embedding
+
+The scalings `linear`, `llama3`, `yarn`, `longrope` and `dynamic` of `rope_parameters` (or `rope_scaling`) are read as
+transformers reads them, attention factors included, and compared with its angles at every position. Two of them let
+the length of a sequence change the angles of all its tokens. Keys that are cached, and shared by sequences of any length,
+cannot follow; so octavo decides once, by the longest sequence that it admits:
+
+- `longrope`: the long factors if `--max-model-len` (by default the model's window) is more than
+  `original_max_position_embeddings`, else the short ones. The log says which. transformers takes the short ones for each
+  sequence up to the original window; to have these, serve with `--max-model-len` no larger than it.
+- `dynamic`: scaling starts past `max_position_embeddings`, and octavo refuses a `--max-model-len` past it. Up to there
+  the angles are the plain ones, as they are in transformers.
+
+With `yarn`, the model's window is `factor * original_max_position_embeddings` if `max_position_embeddings` is less: files
+in which it was turned on by hand leave the latter as it was.
+"""
+
+
+def render_models() -> str:
+    """The text of ``models.md``."""
+    rows = "".join(_model_row(family) for family in families())
+    return _MODELS_HEAD + rows + _MODELS_TAIL
+
+
+def _model_row(family: Family) -> str:
+    name = type(family).__module__.rpartition(".")[2]
+    cells = (
+        family.models,
+        ", ".join(f"`{architecture}`" for architecture in family.architectures),
+        (family.__doc__ or "").splitlines()[0],
+        f"`{family.gguf_architecture}`" if family.gguf_architecture else "",
+        f"[test_{name}.py](../tests/models/test_{name}.py): {', '.join(_checks(name))}",
+    )
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _checks(name: str) -> list[str]:
+    """What a family's test file compares, by the names of its tests and variants."""
+    module = ast.parse((HERE.parent / "tests" / "models" / f"test_{name}.py").read_text())
+    tests = " ".join(node.name for node in module.body if isinstance(node, ast.FunctionDef))
+    return [
+        f"logits of {_num_variants(module)} variants",
+        *(["greedy"] if "greedy" in tests else []),
+        *(["GGUF"] if "gguf" in tests else []),
+    ]
+
+
+def _num_variants(module: ast.Module) -> int:
+    for node in module.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "VARIANTS":
+            assert isinstance(node.value, ast.Dict)
+            return len(node.value.keys)
+    raise ValueError("a family's test file has a table of VARIANTS")
+
+
 PAGES = {
     "configuration.md": render_configuration,
     "metrics.md": render_metrics,
+    "models.md": render_models,
     "roofline.md": render_roofline,
 }
 

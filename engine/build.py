@@ -264,14 +264,14 @@ def _info(
 
 
 def _log_place(config: EngineConfig, checkpoint: Checkpoint, place: _Place, ops: Ops) -> None:
-    quantization = checkpoint.spec.quantization
-    is_kept = _keeps_quantized(config) and quantization in ops.quantized_types
+    may_keep = _keeps_quantized(config) and bool(ops.quantized_types)
+    is_kept = may_keep and checkpoint.spec.is_quantized
     logger.info(
         "%s kernels on %s, %s%s%s, %d threads",
         ops.name,
         place.device,
         str(place.dtype).removeprefix("torch."),
-        f" with {quantization} weights as they are" if is_kept else "",
+        " with quantised weights in their blocks" if is_kept else "",
         " and activations of 8 bits" if is_kept and config.model.quantization == "int8" else "",
         place.num_threads,
     )

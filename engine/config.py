@@ -160,10 +160,11 @@ class ModelConfig(_Checked):
     )
     quantization: str = option(
         "auto",
-        "auto: quantised matrices of a GGUF file (Q4_0, Q4_1, Q8_0) stay as they are in memory, where the kernels "
-        "can and --dtype is auto; int8: the same, and activations are rounded to 8 bits in groups of 32, which other "
+        "auto: quantised matrices of a GGUF file (Q4_0, Q4_1, Q8_0; Q5_0 and IQ4_NL as Q8_0, which holds the same "
+        "numbers) stay blocks in memory, where the kernels can and --dtype is auto, and those of other types are "
+        "widened, which the log lists; int8: the same, and activations are rounded to 8 bits in groups of 32, which other "
         "processors do anyway, where AMX would take them as bfloat16: faster for one stream, slower for many, less "
-        "exact; none: they are widened to --dtype.",
+        "exact; none: all are widened to --dtype.",
         choices=("auto", "int8", "none"),
     )
     max_model_len: int | None = option(

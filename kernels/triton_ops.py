@@ -7,7 +7,7 @@ it runs on a CPU, for tests.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from . import (
     sync_free_sampling,
     torch_linear,
     triton_activation,
+    triton_experts,
     triton_kv_store,
     triton_norm,
 )
@@ -55,6 +56,7 @@ class TritonOps:
         self.reads_host = reads_registered_memory(device)
         """Whether kernels move blocks to and from pinned host memory; else copies do."""
         self._attention = TritonAttention(gpu)
+        self._mixture = triton_experts.TritonMixture(gpu)
         self._warmed_up: set[object] = set()
 
     def check(self) -> None:
@@ -83,6 +85,19 @@ class TritonOps:
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
 
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> Any:
+        return triton_experts.pack_experts(gate_up, down)
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        return self._mixture(x, router_logits, packed, top_k, renormalise)
+
     def pack_vector(self, vector: Tensor) -> Tensor:
         return vector.contiguous()
 
@@ -99,16 +114,32 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         return triton_norm.add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return triton_norm.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return triton_norm.add_layer_norm(x, residual, weight, bias, eps)
+
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return _norm_heads(q, q_weight, eps), _norm_heads(k, k_weight, eps)
+        triton_norm.norm_heads(q, q_weight, eps)
+        triton_norm.norm_heads(k, k_weight, eps)
+        return q, k
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.add_(x)
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        return triton_activation.gelu(x, is_tanh=is_tanh)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return triton_activation.silu_and_mul(x)
@@ -146,10 +177,15 @@ class TritonOps:
         cache: LayerKVCache,
         slot_mapping: Tensor,
         kv_scales: KVScales | None = None,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
         return triton_kv_store.rotary_store(
-            q, k, v, positions, cos_sin, cache, slot_mapping, kv_scales=kv_scales
-        )
+            q, k, v, positions, cos_sin, cache, slot_mapping,
+            kv_scales=kv_scales, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
 
     def attention(
         self,
@@ -228,9 +264,3 @@ def _moves_in_long_runs(blocks: Tensor, src: Tensor, dst: Tensor) -> bool:
     num_runs = sum(1 for _ in neighbours(src.tolist(), dst.tolist()))
     block_bytes = blocks.stride(0) * blocks.element_size()
     return len(src) * block_bytes >= num_runs * COPY_ENGINE_BYTES
-
-
-def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of ``heads [num_tokens, num_heads, head_dim]``, as many numbers together as ``weight`` has."""
-    rows = heads.reshape(-1, len(weight))
-    return triton_norm.rms_norm(rows, weight, eps).view(heads.shape)

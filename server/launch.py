@@ -15,6 +15,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
@@ -76,7 +77,7 @@ def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
     if model is None:
         return (EMBEDDED_MODEL_NAME,)
     path = Path(model).resolve()
-    return (path.name.removesuffix(".gguf"),)
+    return (re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name),)
 
 
 async def serve(

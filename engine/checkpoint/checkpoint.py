@@ -16,7 +16,6 @@ from typing import Any, Literal
 from ..errors import CheckpointError
 from .fields import id_list, read_json
 from .generation import (
-    check_ids,
     find_chat_template,
     find_default_sampling,
     find_eos_ids,
@@ -24,6 +23,8 @@ from .generation import (
 )
 from .gguf_config import read_gguf_spec
 from .gguf_file import GGUFFile
+from .gguf_generation import find_gguf_eos_ids, find_gguf_sampling, gguf_ids
+from .gguf_split import find_gguf, open_gguf
 from .hf_config import read_spec
 from .safetensors_files import find_tensors
 from .spec import ModelSpec
@@ -55,7 +56,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a Hugging Face folder or one GGUF file.
+    """Open a Hugging Face folder, a GGUF file (of a split one the first part) or a folder with one.
 
     Raises:
         CheckpointError: it does not exist, is damaged, or holds what octavo does not support. The
@@ -83,7 +84,7 @@ def find_embedded_model() -> Path | None:
 def _open_folder(folder: Path) -> Checkpoint:
     config_path = folder / "config.json"
     if not config_path.is_file():
-        raise CheckpointError(_why_no_config(folder))
+        return _open_gguf_folder(folder)
     config = read_json(config_path)
     spec = read_spec(config, str(config_path))
     tokenizer_path = folder / "tokenizer.json"
@@ -102,30 +103,25 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
-def _why_no_config(folder: Path) -> str:
-    for path in sorted(folder.glob("*.gguf")):
-        return f"{folder} has no config.json; to serve its GGUF file, give {path}."
-    return f"{folder} has no config.json: it is no Hugging Face model folder."
+def _open_gguf_folder(folder: Path) -> Checkpoint:
+    path = find_gguf(folder)
+    if path is None:
+        raise CheckpointError(f"{folder} has neither config.json nor a GGUF file: it is no model.")
+    return _open_gguf(path)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    file = GGUFFile.open(path)
+    file = open_gguf(path)
     spec = read_gguf_spec(file)
     template = file.metadata.get("tokenizer.chat_template")
-    bos = _gguf_ids(file, "bos")
+    bos = gguf_ids(file, "bos")
     return Checkpoint(
         path=path,
         kind="gguf",
         spec=spec,
-        eos_token_ids=check_ids(_gguf_ids(file, "eos", "eot", "eom"), spec.vocab_size, str(path)),
+        eos_token_ids=find_gguf_eos_ids(file, spec.vocab_size),
         bos_token_id=bos[0] if bos else None,
+        default_sampling=find_gguf_sampling(file),
         chat_template=template if isinstance(template, str) else None,
         gguf=file,
     )
-
-
-def _gguf_ids(file: GGUFFile, *names: str) -> tuple[int, ...]:
-    ids: tuple[int, ...] = ()
-    for key in (f"tokenizer.ggml.{name}_token_id" for name in names):
-        ids += id_list(file.metadata.get(key), f"{file.path}: {key}")
-    return ids

@@ -30,9 +30,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = _arch_fields(file)
     architecture = _architecture(file, fields)
-    _refuse_features(file)
-    spec = _common_spec(architecture, file, fields)
-    spec = family_of(architecture).read_gguf(fields, spec)
+    family = family_of(architecture)
+    spec = family.read_gguf(fields, _common_spec(architecture, file, fields))
+    if family.has_gguf_pairs and spec.rope.rotary_dim != spec.head_dim:
+        size = f"the head's size {spec.head_dim}"
+        fields.refuse("rope.dimension_count", spec.rope.rotary_dim, size)
     check_spec(spec, str(file.path))
     return spec
 
@@ -53,7 +55,7 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
         num_kv_heads=fields.size("attention.head_count_kv", num_q_heads),
         head_dim=head_dim,
         intermediate_size=fields.size("feed_forward_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rms_norm_eps=_norm_eps(fields),
         rope=rope,
         max_position_embeddings=window_of(rope, fields.size("context_length")),
         tie_word_embeddings="output.weight" not in file.tensors,
@@ -64,6 +66,12 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
         sliding_window=None,
         **_storage(file),
     )
+
+
+def _norm_eps(fields: Fields) -> float:
+    """Models with layer norms write it otherwise."""
+    key = "attention.layer_norm_epsilon"
+    return fields.number(key if fields.get(key) else "attention.layer_norm_rms_epsilon")
 
 
 def _architecture(file: GGUFFile, fields: Fields) -> str:
@@ -101,11 +109,6 @@ def _one_number(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
         return value[0].item()
     return value
-
-
-def _refuse_features(file: GGUFFile) -> None:
-    if (Fields(file.metadata, str(file.path)).size_or_none("split.count") or 1) > 1:
-        raise CheckpointError(f"{file.path} is one part of a split GGUF; octavo reads one file.")
 
 
 def _vocab_size(file: GGUFFile, fields: Fields) -> int:

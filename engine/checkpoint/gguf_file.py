@@ -29,7 +29,16 @@ BLOCK_LAYOUTS = {  # type -> (numbers in a block, bytes of a block)
     "BF16": (1, 2),
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
     "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
 }
 """The tensor types that octavo reads."""
 
@@ -65,6 +74,7 @@ _STRING, _ARRAY = 8, 9
 class GGUFTensor:
     """Where one tensor lies."""
 
+    path: Path  # of the file
     name: str
     shape: tuple[int, ...]  # row-major: the last dimension is contiguous
     type: str  # a key of BLOCK_LAYOUTS
@@ -73,7 +83,9 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """The header of one GGUF file; tensor bytes are mapped only while somebody holds them.
+    """The header of a GGUF file; tensor bytes are mapped only while somebody holds them.
+
+    One that :mod:`.gguf_split` put together has tensors in several files.
 
     ``metadata`` maps keys to ``int``, ``float``, ``bool``, ``str``, a list of ``str``, or a numpy
     array of numbers. Bytes that are not UTF-8 are replaced by U+FFFD.
@@ -115,10 +127,12 @@ class GGUFFile:
             return np.empty(0, np.uint8)
         try:
             return np.memmap(
-                self.path, np.uint8, mode="c", offset=tensor.offset, shape=(tensor.num_bytes,)
+                tensor.path, np.uint8, mode="c", offset=tensor.offset, shape=(tensor.num_bytes,)
             )
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}.") from error
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name} cannot be read: {error}."
+            ) from error
 
 
 class _Header:
@@ -237,7 +251,9 @@ class _Header:
                     f"{self._path} is too short: tensor {name} ends at byte "
                     f"{start + offset + num_bytes}, the file at {self._size}."
                 )
-            tensors[name] = GGUFTensor(name, shape, type_name, start + offset, num_bytes)
+            tensors[name] = GGUFTensor(
+                self._path, name, shape, type_name, start + offset, num_bytes
+            )
         return tensors
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], type_id: int) -> tuple[str, int]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
-from ..checkpoint.spec import ModelSpec
-from .layers import Norm, fused_linear, norm_of, read_embedding, read_head
+from ..checkpoint.spec import ExpertSpec, ModelSpec
+from .layers import Norm, fused_linear, norm_of, read_embedding, read_head, read_norm
 from .rotary import RotaryTables
 from .shapes import FINAL_NORM, decoder_shapes, layer_prefix, norm_names
 from .weights import Weights
@@ -36,9 +37,16 @@ class Attention:
         names = ("qkv_proj",) if spec.has_fused_tensors else ("q_proj", "k_proj", "v_proj")
         self.qkv = fused_linear(weights, ops, module, *names)
         self.out = fused_linear(weights, ops, module, "o_proj")
+        self.own_norms: tuple[Tensor, Tensor, float] | None = None
+        self.fused_norms: dict[str, Any] = {}
         if spec.qk_norm:
-            self.q_norm = norm_of(spec, weights, ops, f"{module}.q_norm").weight
-            self.k_norm = norm_of(spec, weights, ops, f"{module}.k_norm").weight
+            q_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.q_norm"))
+            k_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.k_norm"))
+            is_fused = spec.qk_norm == "head" and spec.qkv_limit is None
+            if is_fused and self.cos_sin is not None:
+                self.fused_norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": spec.rms_norm_eps}
+            else:
+                self.own_norms = q_norm, k_norm, spec.rms_norm_eps
 
     def __call__(
         self,
@@ -51,12 +59,15 @@ class Attention:
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         q = heads[:, : spec.num_q_heads]
         k, v = heads[:, spec.num_q_heads :].chunk(2, dim=1)
-        if spec.qk_norm:
-            q, k = ops.qk_norm(q, k, self.q_norm, self.k_norm, spec.rms_norm_eps)
+        if self.own_norms is not None:
+            q, k = ops.qk_norm(q, k, *self.own_norms)
+        if (limit := spec.qkv_limit) is not None:
+            q, k, v = (ops.clamp(part, limit) for part in (q, k, v))
         if self.cos_sin is None:
             ops.store_kv(k, v, cache, slots)
         else:
-            q = ops.rotary_store(q, k, v, positions, self.cos_sin, cache, slots)
+            norms = self.fused_norms
+            q = ops.rotary_store(q, k, v, positions, self.cos_sin, cache, slots, **norms)
         mixed = ops.attention(
             q,
             cache,
@@ -83,6 +94,57 @@ class GatedMLP:
         return self.down(self.gate(self.gate_up(x)))
 
 
+class MixtureOfExperts:
+    """Each token's likeliest experts, each a gated feed-forward, weighed."""
+
+    def __init__(self, experts: ExpertSpec, index: int, weights: Weights, ops: Ops) -> None:
+        module = f"{layer_prefix(index)}mlp"
+        self.experts = experts
+        self.ops = ops
+        self.router = fused_linear(weights, ops, module, "gate")
+        modules = [f"{module}.experts.{expert}" for expert in range(experts.num_experts)]
+        self.packed = ops.pack_experts(
+            (
+                weights.read_linear([f"{m}.gate_proj.weight", f"{m}.up_proj.weight"])
+                for m in modules
+            ),
+            (weights.read_linear([f"{m}.down_proj.weight"]) for m in modules),
+            experts.num_experts,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden_size], and so the result
+        return self.ops.routed_experts(
+            x,
+            self.router(x),
+            self.packed,
+            top_k=self.experts.top_k,
+            renormalise=self.experts.renormalise,
+        )
+
+
+class PlainMLP:
+    """``down(gelu(up(x)))``."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: Weights, ops: Ops) -> None:
+        module = f"{layer_prefix(index)}mlp"
+        self.up = fused_linear(weights, ops, module, "up_proj")
+        self.down = fused_linear(weights, ops, module, "down_proj")
+        self.is_tanh = spec.hidden_act == "gelu_pytorch_tanh"
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden_size], and so the result
+        return self.down(self.ops.gelu(self.up(x), is_tanh=self.is_tanh))
+
+
+def _mlp_of(
+    spec: ModelSpec, index: int, weights: Weights, ops: Ops
+) -> GatedMLP | MixtureOfExperts | PlainMLP:
+    experts = spec.layer(index).experts
+    if experts is not None:
+        return MixtureOfExperts(experts, index, weights, ops)
+    return (GatedMLP if spec.has_gate else PlainMLP)(spec, index, weights, ops)
+
+
 class DecoderLayer:
     """Attention, then feed-forward, each with its norms."""
 
@@ -92,7 +154,7 @@ class DecoderLayer:
         self.spec = spec
         self.ops = ops
         self.attention = Attention(spec, index, weights, ops, rotary)
-        self.mlp = GatedMLP(spec, index, weights, ops)
+        self.mlp = _mlp_of(spec, index, weights, ops)
         self.first_norm, self.attention_norm, self.middle_norm, self.mlp_norm = (
             None if name is None else norm_of(spec, weights, ops, layer_prefix(index) + name)
             for name in norm_names(spec)
@@ -107,6 +169,10 @@ class DecoderLayer:
         cache: LayerKVCache,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:  # x and residual of the next layer
+        if self.spec.is_parallel:
+            looked_at = x if self.middle_norm is None else self.middle_norm(residual)
+            x = self.ops.add(self.attention(x, positions, cache, metadata), self.mlp(looked_at))
+            return self._add(x, None, residual, next_norm)
         x = self.attention(x, positions, cache, metadata)
         x, residual = self._add(x, self.attention_norm, residual, self.middle_norm)
         x = self.mlp(x)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.gguf_file import BLOCK_LAYOUTS
+from . import k_quants
+from .k_quants import half
 
-CHUNK_NUMBERS = 1 << 14
-"""Numbers widened to float32 at a time. Chunks stay in the cache and below the size at which torch
-starts its threads, whose barriers cost more than they save on a busy machine."""
+CHUNK_NUMBERS = 1 << 15
+"""Numbers widened to float32 at a time. Chunks stay in the cache and do not exceed the size up to which
+torch works alone: the barriers of its threads cost more than they save on a busy machine."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -38,9 +40,24 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
     return values.view(-1)
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at byte ``start`` of each block, ``[num_blocks, 1]`` float32."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+def to_q8_0(data: Tensor, type: str) -> Tensor:
+    """Blocks of a type in :data:`AS_Q8_0` as blocks of Q8_0, which stand for the same numbers.
+
+    Args:
+        data: ``[num_bytes]`` uint8.
+
+    Returns:
+        ``[num_blocks, 34]`` uint8.
+    """
+    numbers, block_bytes = BLOCK_LAYOUTS[type]
+    blocks = data.view(-1, block_bytes)
+    result = torch.empty(blocks.shape[0], BLOCK_LAYOUTS["Q8_0"][1], dtype=torch.uint8)
+    step = CHUNK_NUMBERS // numbers
+    for start in range(0, blocks.shape[0], step):
+        part = blocks[start : start + step]
+        result[start : start + step, :2] = part[:, :2]
+        result[start : start + step, 2:] = AS_Q8_0[type](part).view(torch.uint8)
+    return result
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -53,18 +70,37 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _q4_0(blocks: Tensor) -> Tensor:
     """18 bytes: scale, 32 numbers of 4 bits around 8."""
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks, 0))
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
     """20 bytes: scale, minimum, 32 numbers of 4 bits."""
-    return _nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return _nibbles(blocks[:, 4:]).mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
     """34 bytes: scale, 32 signed bytes."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks, 0))
 
 
-_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
+_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": k_quants.q5_0,
+    "Q5_1": k_quants.q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": k_quants.q2_k,
+    "Q3_K": k_quants.q3_k,
+    "Q4_K": k_quants.q4_k,
+    "Q5_K": k_quants.q5_k,
+    "Q6_K": k_quants.q6_k,
+    "IQ4_NL": k_quants.iq4_nl,
+    "IQ4_XS": k_quants.iq4_xs,
+}
 QUANTIZED_TYPES = frozenset(_BLOCKS)
+
+AS_Q8_0: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q5_0": k_quants.q5_0_numbers,
+    "IQ4_NL": k_quants.iq4_nl_numbers,
+}
+"""Types whose numbers are whole, of 8 bits, times one scale for 32 of them: Q8_0 holds them exactly."""

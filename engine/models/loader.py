@@ -58,7 +58,10 @@ def load_model(
         check_tensors(source, expected, lambda name: family.is_ignored(spec, name))
         kept = ops.quantized_types if keep_quantized else frozenset()
         weights = Weights(source, dtype, device, on_read, kept)
-        return family.build(spec, weights, ops)
+        model = family.build(spec, weights, ops)
+        if isinstance(source, GGUFWeights):
+            logger.info("Matrices of %s: %s", source.path, source.storage())
+        return model
     finally:
         source.close()
 

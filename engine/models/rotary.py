@@ -57,7 +57,8 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(periods: Tensor, rope: RopeSpec, scaling: Mapping[str, Any]) -> Tensor:
-    original, dim = scaling["original_max_position_embeddings"], rope.rotary_dim
+    original, dim = float(scaling["original_max_position_embeddings"]), rope.rotary_dim
+    factor = float(scaling["factor"])
 
     def index_that_turns(times: float) -> float:
         """Of the frequency that turns so often within the original window."""
@@ -66,12 +67,12 @@ def _yarn(periods: Tensor, rope: RopeSpec, scaling: Mapping[str, Any]) -> Tensor
     first, last = index_that_turns(scaling["beta_fast"]), index_that_turns(scaling["beta_slow"])
     if scaling["truncate"]:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+    first, last = max(first, 0.0), min(last, dim - 1.0)
     if first == last:
         last += 0.001
-    ramp = ((torch.arange(dim // 2).float() - first) / (last - first)).clamp(0, 1)
-    keep = 1 - ramp
-    slow, fast = (scaling["factor"] * periods).reciprocal(), periods.reciprocal()
+    indices = torch.arange(dim // 2, dtype=torch.float32)
+    keep = 1 - ((indices - first) / (last - first)).clamp(0, 1)
+    slow, fast = (factor * periods).reciprocal(), periods.reciprocal()
     return slow * (1 - keep) + fast * keep
 
 

@@ -34,8 +34,11 @@ class WeightSource(Protocol):
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read one tensor into memory of its own, in transformers' layout, on the CPU."""
 
+    def block_type(self, name: str) -> str | None:
+        """The type of the blocks that :meth:`load_blocks` gives; ``None``: none."""
+
     def load_blocks(self, name: str) -> QuantizedRows | None:
-        """One matrix as the file holds it, rows in transformers' order; ``None`` if not in blocks."""
+        """One matrix in blocks that hold what the file holds, rows in transformers' order."""
 
     def close(self) -> None:
         """Let go of the files."""
@@ -45,7 +48,7 @@ class Weights:
     """Hands a model its tensors in the wanted type and place.
 
     Args:
-        quantized_types: of matrices that :meth:`read_linear` leaves as they are.
+        quantized_types: of blocks that :meth:`read_linear` may give.
         on_read: called after each tensor with the number of tensors read so far.
     """
 
@@ -70,8 +73,7 @@ class Weights:
 
     def keeps_blocks(self, name: str) -> bool:
         """Whether :meth:`read_linear` leaves this matrix as the file holds it."""
-        blocks = self._source.load_blocks(name) if self._quantized_types else None
-        return blocks is not None and blocks.type in self._quantized_types
+        return self._source.block_type(name) in self._quantized_types
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
@@ -90,16 +92,14 @@ class Weights:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_linear(self, names: Iterable[str]) -> Tensor | QuantizedRows:
-        """As :meth:`read_rows`; in blocks as they are if all are of one type that may stay so."""
+        """As :meth:`read_rows`; in blocks if all come in blocks of one type that may stay so."""
         names = list(names)
-        if not self._quantized_types:
+        types = {self._source.block_type(name) for name in names}
+        if len(types) > 1 or types.isdisjoint(self._quantized_types):
             return self.read_rows(names)
-        parts = [self._source.load_blocks(name) for name in names]
-        found = [part for part in parts if part is not None and part.type in self._quantized_types]
-        if len(found) < len(parts) or len({part.type for part in found}) > 1:
-            return self.read_rows(names)
-        self._note_read(len(found))
-        return QuantizedRows(torch.cat([part.blocks for part in found]), found[0].type)
+        parts = [part for name in names if (part := self._source.load_blocks(name)) is not None]
+        self._note_read(len(parts))
+        return QuantizedRows(torch.cat([part.blocks for part in parts]), parts[0].type)
 
 
 def check_tensors(

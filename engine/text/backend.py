@@ -28,14 +28,21 @@ def backend_errors(what: str) -> Iterator[None]:
 
 def add_bos(tokenizer: Tokenizer, bos: str) -> None:
     """Let every text begin with this token, once."""
-    token_id = tokenizer.token_to_id(bos)
+    add_ends(tokenizer, bos, None)
+
+
+def add_ends(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Let every text begin and end with these tokens, as far as there are any."""
+    first, last = ([token] if token is not None else [] for token in (bos, eos))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, token_id)]
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", "$B", *last],
+        special_tokens=[
+            (token, tokenizer.token_to_id(token)) for token in dict.fromkeys(first + last)
+        ],
     )
 
 
 def add_nothing(tokenizer: Tokenizer) -> None:
     """Let no text get tokens of its own."""
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=["$A"], pair=["$A", "$B"], special_tokens=[]
-    )
+    add_ends(tokenizer, None, None)

@@ -35,32 +35,67 @@ _DEFAULT = SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0
 _FALCON = SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, r"[0-9][0-9][0-9]"))
 _TRIPLE_DIGITS = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_OTHERS}"
 _SINGLE_DIGITS = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_OTHERS}"
-_CASED_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
-    rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+)
+_OTHERS_WITH_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_OTHERS_WITH_SLASHES}"
+_GPT4O = (
+    rf"{_CASED[0]}(?:{_CONTRACTIONS})?|{_CASED[1]}(?:{_CONTRACTIONS})?|\p{{N}}{{1,3}}|"
+    rf"{_OTHERS_WITH_SLASHES}"
+)
+_MARKED_WORDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+_CJK = r"[一-龥぀-ゟ゠-ヿ]+"
+_DEEPSEEK_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|" + _SPACES
 )
 
 SPLIT_RULES: dict[str, SplitRule] = {
     "default": _DEFAULT,
     "falcon": _FALCON,
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), _GPT2),
+    **dict.fromkeys(
+        (
+            "gpt-2",
+            "phi-2",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "exaone4",
+            "granite-docling",
+            "mellum",
+        ),
+        _GPT2,
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         _DIGITS_THEN_GPT2,
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"),
         SplitRule((_TRIPLE_DIGITS,), ignore_merges=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), SplitRule((_TRIPLE_DIGITS,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), SplitRule((_TRIPLE_DIGITS,))),
+    "glm4": SplitRule((_TRIPLE_DIGITS,), ignore_merges=True),
     **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"),
+        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "grok-2", "solar-open"),
         SplitRule((_SINGLE_DIGITS,)),
     ),
-    "tekken": SplitRule((_CASED_WORDS,), ignore_merges=True, add_bos=True),
+    "qwen35": SplitRule((_MARKED_WORDS,)),
+    "tekken": SplitRule((_TEKKEN,), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), SplitRule((_GPT4O,))),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+        SplitRule((r"\p{N}{1,3}", _CJK, _DEEPSEEK_WORDS)),
+    ),
 }
-"""``tokenizer.ggml.pre`` → rule. For "tekken" it is the model's own expression, which llama.cpp's
-approximates over ASCII."""
+"""``tokenizer.ggml.pre`` → rule. For "tekken" and the kin of "gpt-4o" it is the models' own expression,
+which llama.cpp's approximates over ASCII."""
 
 
 def find_split_rule(name: object, origin: str) -> SplitRule:

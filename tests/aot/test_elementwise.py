@@ -42,8 +42,21 @@ def test_norms(arch: str, dtype: torch.dtype) -> None:
             x, weight = _meta(7, size, dtype=dtype), _meta(size, dtype=dtype)
             triton_norm.rms_norm(x, weight, 1e-5)
             triton_norm.add_rms_norm(x, x, weight, 1e-5)
+            triton_norm.layer_norm(x, weight, None, 1e-5)
+            triton_norm.add_layer_norm(x, x, weight, weight, 1e-5)
 
-    _check(arch, call, 6)
+    _check(arch, call, 12)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_norms_of_heads(arch: str, dtype: torch.dtype) -> None:
+    def call() -> None:
+        heads = _meta(7, 40, 128, dtype=dtype)
+        triton_norm.norm_heads(heads[:, :32], _meta(128, dtype=dtype), 1e-5)
+        triton_norm.norm_heads(heads[:, :32], _meta(4096, dtype=dtype), 1e-5)
+
+    _check(arch, call, 2)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -54,8 +67,10 @@ def test_gates(arch: str, dtype: torch.dtype) -> None:
             x = _meta(7, 2 * size, dtype=dtype)
             triton_activation.silu_and_mul(x)
             triton_activation.gelu_and_mul(x)
+            triton_activation.gelu(x, is_tanh=False)
+            triton_activation.gelu(x, is_tanh=True)
 
-    _check(arch, call, 4)
+    _check(arch, call, 8)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

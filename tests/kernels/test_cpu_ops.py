@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu_ops import CpuOps
-from octavo.kernels.ops import KVCacheSpec, LayerKVCache
+from octavo.kernels.cpu_recording import Capacity
+from octavo.kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache
 from octavo.kernels.select import select_ops
 
 pytestmark = pytest.mark.native
@@ -44,8 +45,25 @@ def normalise(ops: CpuOps) -> None:
     ops.rms_norm(torch.ones(2, 9), torch.ones(8), 1e-5)
 
 
+def centre(ops: CpuOps) -> None:
+    ops.layer_norm(torch.ones(2, 9), torch.ones(8), None, 1e-5)
+
+
+def offset(ops: CpuOps) -> None:
+    ops.layer_norm(torch.ones(2, 9), torch.ones(9), torch.ones(8), 1e-5)
+
+
 def rotate(ops: CpuOps) -> None:
     ops.rotary(torch.ones(1, 2, 8), torch.ones(1, 1, 8), torch.tensor([0]), torch.ones(4, 10))
+
+
+def normalise_heads(ops: CpuOps) -> None:
+    q, k = torch.ones(1, 2, 8), torch.ones(1, 1, 8)
+    ops.qk_norm(q, k, torch.ones(8), torch.ones(7), 1e-5)
+
+
+def add(ops: CpuOps) -> None:
+    ops.add(torch.ones(2, 8), torch.ones(2, 9))
 
 
 def store(ops: CpuOps) -> None:
@@ -58,6 +76,10 @@ def store(ops: CpuOps) -> None:
         (multiply, "rows of 9 times a weight of 8 in_features"),
         (embed, r"a table with strides \(1, 6\)"),
         (normalise, "a norm of 8 for rows of 9"),
+        (centre, "a norm of 8 for rows of 9"),
+        (offset, "a norm of 8 for rows of 9"),
+        (normalise_heads, "a norm of 7 for 1 heads of 8"),
+        (add, r"the sum of \(2, 8\) and \(2, 9\)"),
         (rotate, "10 of heads of 8 and 8 rotated"),
         (store, r"keys of \(2, 8\) with a cache of \(1, 8\)"),
     ],
@@ -125,3 +147,15 @@ def test_memory_that_is_not_to_be_had_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "The native ops found no memory for their own use.\n"
+
+
+def test_keys_that_lie_otherwise_than_values_are_not_recorded(ops: CpuOps) -> None:
+    """To copy them is no op, so a replay would store what they were when it was recorded."""
+
+    def forward(token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = ops.embed(token_ids, torch.ones(4, 16)).view(-1, 2, 8)
+        ops.store_kv(x[:, :1], torch.ones(len(x), 1, 8), cache_of(ops, 1, 8), metadata.slot_mapping)
+        return x
+
+    with pytest.raises(ValueError, match="lie differently, recorded"):
+        ops.record(forward, Capacity(1, 1, 1))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from octavo.engine.api import SamplingParams
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.hf_config import read_spec
 from octavo.engine.llm import LLM
 from octavo.engine.models.loader import load_model
 from octavo.engine.models.model import Model
@@ -66,6 +68,14 @@ def _tiny_of(model_class: Any, config_class: Any, **changes: Any) -> Any:
         elif "norm" in name:
             parameter.data.uniform_(0.5, 1.5)
     return model.eval()
+
+
+def _assert_read_alike(model_class: Any, **keys: Any) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 6, "num_attention_heads": 32}
+    own = {"architectures": [model_class.__name__]}
+    written = model_class.config_class(**sizes, **keys).to_dict()
+    assert read_spec({**sizes, **keys, **own}, "short") == read_spec({**written, **own}, "full")
 
 
 class Row(NamedTuple):
@@ -299,9 +309,15 @@ def _write_gguf(
     arch: str = "llama",
     is_permuted: bool = True,
     convert: Callable[[str, Any], Any] = lambda name, values: values,
+    tensors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    blocks: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
     **metadata: Any,
 ) -> None:
-    """Write a transformers model as GGUF and round the model's own weights to what was written."""
+    """Write a transformers model as GGUF and round the model's own weights to what was written.
+
+    Args:
+        blocks: type and rows of matrices, ``[rows, bytes]`` uint8, that are written instead.
+    """
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     _add_metadata(writer, config)
     for key, value in metadata.items():
@@ -309,24 +325,46 @@ def _write_gguf(
     kind = gguf.GGMLQuantizationType[type]
     names = gguf.get_tensor_name_map(_gguf_arch(arch), config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, parameter in model.named_parameters():
+    for name, own in _gguf_tensors(model):
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        values = convert(name, parameter.detach().numpy())
-        num_heads = heads.get(name.split(".")[-2]) if is_permuted else None
-        stored = values if num_heads is None else _permute(values, num_heads)
-        if values.ndim == 1:
+        assert own_name is not None, name
+        values = own.numpy()
+        stored = np.ascontiguousarray(convert(name, values))
+        if is_permuted and (num_heads := heads.get(name.split(".")[-2])) is not None:
+            stored = _permute(stored, num_heads)
+        if values.ndim == 1 or own_name.endswith("ffn_gate_inp.weight"):
             writer.add_tensor(own_name, stored)
+            continue
+        if name in blocks:
+            own_type, rows = blocks[name]
+            rows = rows if num_heads is None else _permute(rows, num_heads)
+            writer.add_tensor(own_name, rows, raw_dtype=gguf.GGMLQuantizationType[own_type])
             continue
         writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-        parameter.data.copy_(torch.from_numpy(rounded))
-    if config.rope_parameters["rope_type"] == "llama3":
+        own.copy_(torch.from_numpy(rounded))
+    if config.rope_parameters.get("rope_type") == "llama3":
         plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for name, numbers in tensors.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own numbers; experts' gate and up projections, which transformers joins, by themselves."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = parameter.data.chunk(2, dim=1)
+            module = name.removesuffix("gate_up_proj")
+            yield from ((f"{module}gate_proj.weight", gate), (f"{module}up_proj.weight", up))
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", parameter.data
+        else:
+            yield name, parameter.data
 
 
 def _gguf_arch(name: str) -> Any:
@@ -344,8 +382,10 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_token_list([f"t{index}" for index in range(config.vocab_size)])
 
 
@@ -417,7 +457,7 @@ def write_gguf() -> Callable[..., None]:
 
     Metadata go by GGUFWriter's ``add_`` names, tensors by the gguf package's names for ``arch``. Matrices are
     stored as ``type``; the model's own are rounded to the values that were stored. ``convert`` makes of a
-    tensor's name and values what the file holds.
+    tensor's name and values what the file holds: other rows, or another vector. ``tensors`` are further ones.
     """
     return _write_gguf
 
@@ -436,6 +476,13 @@ def load() -> Callable[[Path, Ops], Model]:
 def tiny_of() -> Callable[..., Any]:
     """``tiny_of(model_class, config_class, **config)``: a random transformers model in float32."""
     return _tiny_of
+
+
+@pytest.fixture(scope="session")
+def assert_read_alike() -> Callable[..., None]:
+    """``assert_read_alike(model_class, **keys)``: a ``config.json`` of a few sizes and ``keys`` says what the one
+    does in which transformers' configuration class has filled in the rest."""
+    return _assert_read_alike
 
 
 @pytest.fixture

@@ -11,11 +11,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.checkpoint.gguf_file import GGUFFile
+from octavo.engine.errors import CheckpointError
 from octavo.engine.models.dequantize import CHUNK_NUMBERS, dequantize
 from octavo.engine.models.family import halves_from_pairs
+from octavo.engine.models.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.ops import Ops
 from octavo.kernels.reference import ReferenceOps
 
@@ -90,6 +93,71 @@ def test_linear_rope_scaling_and_window_are_read(
     assert spec.sliding_window == 24
 
 
+def test_yarn_is_read(
+    tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    theirs = make_tiny(rope_parameters=yarn | {"rope_theta": 10000.0})
+    write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        rope_scaling_type=gguf.RopeScalingType.YARN,
+        rope_scaling_factor=4.0,
+        rope_scaling_orig_ctx_len=32,
+    )
+    rope = open_checkpoint(tmp_path / "model.gguf").spec.rope
+    expected = theirs.model.rotary_emb
+    assert rope.attention_factor == pytest.approx(expected.attention_scaling)
+    torch.testing.assert_close(inverse_frequencies(rope, 128), expected.inv_freq)
+
+
+@pytest.mark.parametrize("max_model_len", [32, 33])
+def test_long_rope_is_read(
+    max_model_len: int,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
+) -> None:
+    short, long = [1.0 + 0.1 * i for i in range(8)], [2.0 + i for i in range(8)]
+    rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    theirs = tiny_of(
+        Phi3ForCausalLM,
+        Phi3Config,
+        original_max_position_embeddings=32,
+        rope_parameters=rope | {"rope_theta": 10000.0},
+    )
+    embedding = theirs.model.rotary_emb
+    write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        arch="phi3",
+        is_permuted=False,
+        rope_scaling_orig_ctx_len=32,
+        rope_scaling_attn_factors=embedding.attention_scaling,
+        tensors={"rope_factors_short.weight": short, "rope_factors_long.weight": long},
+    )
+    cos, sin = embedding(torch.zeros(1), torch.arange(max_model_len)[None])
+    spec = open_checkpoint(tmp_path / "model.gguf").spec
+    table = rotary_table(spec.rope, max_model_len)
+    torch.testing.assert_close(table, torch.cat((cos[0, :, :8], sin[0, :, :8]), dim=-1))
+
+
+def test_long_rope_needs_both_lists(
+    tmp_path: Path, tiny_of: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    path = tmp_path / "model.gguf"
+    factors = {"rope_factors_long.weight": [2.0] * 8}
+    write_gguf(
+        tiny_of(Phi3ForCausalLM, Phi3Config),
+        path,
+        arch="phi3",
+        is_permuted=False,
+        tensors=factors,
+    )
+    with pytest.raises(CheckpointError, match=r"lacks the tensor rope_factors_short\.weight"):
+        open_checkpoint(path)
+
+
 def test_everything_around_the_weights_is_read(
     tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
 ) -> None:
@@ -124,32 +192,6 @@ def test_unquantized_files_say_their_dtype(
     write_gguf(make_tiny(), tmp_path / "model.gguf", type)
     spec = open_checkpoint(tmp_path / "model.gguf").spec
     assert (spec.dtype, spec.is_quantized, spec.quantization) == (dtype, False, None)
-
-
-@pytest.mark.parametrize("type", TYPES)
-def test_dequantize_equals_the_gguf_package(type: str) -> None:
-    """Over more than one chunk, bit for bit."""
-    kind = gguf.GGMLQuantizationType[type]
-    values = np.random.default_rng(5).normal(size=(5, CHUNK_NUMBERS // 2)).astype(np.float32)
-    stored = gguf.quants.quantize(values, kind)
-    ours = dequantize(torch.from_numpy(stored.view(np.uint8).ravel()), type, torch.float32)
-    theirs = gguf.quants.dequantize(stored, kind).ravel()
-    assert np.array_equal(ours.numpy(), theirs)
-
-
-def test_dequantize_rounds_once_to_the_wanted_type() -> None:
-    block = struct.pack("<e", 0.25) + bytes(range(32))
-    data = torch.frombuffer(bytearray(block), dtype=torch.uint8)
-    got = dequantize(data, "Q8_0", torch.bfloat16)
-    assert got.dtype == torch.bfloat16
-    assert got.tolist() == [0.25 * number for number in range(32)]
-
-
-def test_neighbours_are_put_into_halves() -> None:
-    rows = torch.tensor([0, 10, 1, 11, 2, 12, 100, 110, 101, 111, 102, 112])
-    expected = [0, 1, 2, 10, 11, 12, 100, 101, 102, 110, 111, 112]
-    assert halves_from_pairs(rows, 2).tolist() == expected
-    assert halves_from_pairs(rows[:, None], 2).flatten().tolist() == expected
 
 
 def test_read_gives_private_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +37,24 @@ def test_logits(
 def test_greedy_tokens(tiny_of: Callable[..., Any], check_family: Callable[..., Any]) -> None:
     changes = SCALES
     check_family(tiny_of(GraniteForCausalLM, GraniteConfig, **changes)).greedy("cpu")
+
+
+def test_logits_of_a_gguf_file(
+    ops: Ops,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    check_family: Callable[..., Any],
+) -> None:
+    theirs = tiny_of(GraniteForCausalLM, GraniteConfig, **SCALES)
+    write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        arch="granite",
+        is_permuted=True,
+        embedding_scale=12.0,
+        residual_scale=0.22,
+        attention_scale=0.3,
+        logit_scale=8.0,
+    )
+    check_family(theirs, path=tmp_path / "model.gguf").logits(ops)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.models.loader import load_model
@@ -62,6 +63,30 @@ def test_logits_equal_those_of_transformers(
     expected = transformers_logits(theirs, TOKENS)
     for chunks in ([len(TOKENS)], [1], [3], [7], [30, 1, 1, 3]):
         assert_close(feed(ours, ops, TOKENS, chunks), expected)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("window", [None, 6], ids=["llama", "mistral-window"])
+def test_greedy_tokens(
+    window: int | None, tiny_of: Callable[..., Any], check_family: Callable[..., Any]
+) -> None:
+    if window is None:
+        theirs = tiny_of(LlamaForCausalLM, LlamaConfig)
+    else:
+        theirs = tiny_of(MistralForCausalLM, MistralConfig, sliding_window=window)
+    check_family(theirs).greedy("cpu")
+
+
+def test_logits_of_a_gguf_file(
+    ops: Ops,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    check_family: Callable[..., Any],
+) -> None:
+    theirs = tiny_of(LlamaForCausalLM, LlamaConfig)
+    write_gguf(theirs, tmp_path / "model.gguf")
+    check_family(theirs, path=tmp_path / "model.gguf").logits(ops)
 
 
 def test_a_window_changes_logits_only_past_it(

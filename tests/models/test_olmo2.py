@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,3 +32,20 @@ def test_logits(
 def test_greedy_tokens(tiny_of: Callable[..., Any], check_family: Callable[..., Any]) -> None:
     changes = VARIANTS["grouped-query"]
     check_family(tiny_of(Olmo2ForCausalLM, Olmo2Config, **changes)).greedy("cpu")
+
+
+def test_logits_of_a_gguf_file(
+    ops: Ops,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    check_family: Callable[..., Any],
+) -> None:
+    theirs = tiny_of(Olmo2ForCausalLM, Olmo2Config)
+    write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        arch="olmo2",
+        is_permuted=False,
+    )
+    check_family(theirs, path=tmp_path / "model.gguf").logits(ops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +37,22 @@ def test_logits(
 def test_greedy_tokens(tiny_of: Callable[..., Any], check_family: Callable[..., Any]) -> None:
     changes = VARIANTS["windowed"]
     check_family(tiny_of(Phi3ForCausalLM, Phi3Config, **changes)).greedy("cpu")
+
+
+def test_logits_of_a_gguf_file(
+    ops: Ops,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    check_family: Callable[..., Any],
+) -> None:
+    theirs = tiny_of(Phi3ForCausalLM, Phi3Config, sliding_window=6, **VARIANTS["partial-rotary"])
+    write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        arch="phi3",
+        is_permuted=False,
+        sliding_window=6,
+        rope_dimension_count=12,
+    )
+    check_family(theirs, path=tmp_path / "model.gguf").logits(ops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +36,34 @@ def test_logits(
 def test_greedy_tokens(tiny_of: Callable[..., Any], check_family: Callable[..., Any]) -> None:
     changes = VARIANTS["upper-layers-windowed"]
     check_family(tiny_of(Qwen2ForCausalLM, Qwen2Config, **changes)).greedy("cpu")
+
+
+def test_logits_of_a_gguf_file(
+    ops: Ops,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    check_family: Callable[..., Any],
+) -> None:
+    theirs = tiny_of(Qwen2ForCausalLM, Qwen2Config)
+    write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        arch="qwen2",
+        is_permuted=False,
+    )
+    check_family(theirs, path=tmp_path / "model.gguf").logits(ops)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+        {"sliding_window": 6, "max_window_layers": 2},
+    ],
+)
+def test_layers_are_what_absent_keys_make_of_them(
+    keys: dict[str, Any], assert_read_alike: Callable[..., None]
+) -> None:
+    assert_read_alike(Qwen2ForCausalLM, **keys)

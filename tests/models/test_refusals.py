@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -71,12 +72,24 @@ def refused(path: Path, pattern: str) -> None:
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported; octavo knows silu"),
         ({"torch_dtype": "int8"}, "torch_dtype must be one of float32"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope type proportional"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope parameters lacks factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "truncate": 1}}, "truncate must be true or"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 7}},
+            "short_factor must be a list of 8 numbers",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [0.0] * 8}},
+            "short_factor must be a positive number",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8}},
+            "long_factor must be a list of 8 numbers, got None",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope parameters lacks factor"),
         ({"rope_parameters": ["linear"]}, "rope_parameters must be an object"),
         ({"partial_rotary_factor": 2.0}, "partial_rotary_factor must be at most 1"),
@@ -121,11 +134,12 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    refused(tmp_path, "has no config.json")
+    refused(tmp_path, r"has neither config\.json nor a GGUF file")
 
 
-def test_a_folder_with_a_gguf_file(gguf_path: Path) -> None:
-    refused(gguf_path.parent, re.escape(f"give {gguf_path}"))
+def test_a_folder_with_several_gguf_files(gguf_path: Path) -> None:
+    shutil.copy(gguf_path, gguf_path.with_name("other.gguf"))
+    refused(gguf_path.parent, r"several models: model\.gguf, other\.gguf; give the path of one")
 
 
 def test_a_folder_with_pickles_only(folder: Path) -> None:
@@ -279,7 +293,7 @@ HUGE = 1 << 62
             "general.alignment is 0",
         ),
         (header(num_tensors=1) + tensor(dims=(1,) * 5), "t has 5 dimensions"),
-        (header(num_tensors=1) + tensor(kind=12), "tensor t has type Q4_K; octavo reads F32"),
+        (header(num_tensors=1) + tensor(kind=16), "tensor t has type IQ2_XXS; octavo reads F32"),
         (header(num_tensors=1) + tensor(kind=77), "tensor t has type number 77"),
         (header(num_tensors=1) + tensor(dims=(33,), kind=2), "t are no multiple of 32"),
         (header(num_tensors=1) + tensor(), "is too short: tensor t ends at byte"),
@@ -325,14 +339,14 @@ SIZES = {
 @pytest.mark.parametrize(
     ("values", "pattern"),
     [
-        ({"architecture": "qwen2"}, "architecture qwen2 is not supported"),
-        ({"expert_count": 8}, "mixtures of experts are not supported"),
+        ({"architecture": "mamba"}, "architecture mamba is not supported.*llama"),
+        ({"expert_count": 8}, "expert_used_count must be a positive integer"),
         ({"block_count": 0}, "block_count must be a positive integer"),
         ({"head_count_kv": [1, 2]}, "attention.head_count_kv must be a positive integer"),
         ({"head_count_kv": 3}, "4 query heads cannot share 3"),
         ({"value_length": 8}, "attention.value_length must be 16"),
         ({"rope_dimension_count": 8}, "rope.dimension_count must be the head's size 16"),
-        ({"rope_scaling_type": gguf.RopeScalingType.YARN}, "rope scaling yarn is not supported"),
+        ({"rope_scaling_type": gguf.RopeScalingType.LONGROPE}, "longrope without the tensor rope_"),
         ({"eos_token_id": 96}, "end id 96 is outside the vocabulary of 96"),
     ],
 )
@@ -345,6 +359,11 @@ def test_gguf_metadata_that_lacks_a_size(tmp_path: Path) -> None:
     sizes = {key: value for key, value in SIZES.items() if key != "context_length"}
     write_metadata(tmp_path / "model.gguf", **sizes)
     refused(tmp_path / "model.gguf", "lacks context_length")
+
+
+def test_gguf_sampling_out_of_its_range(tmp_path: Path) -> None:
+    write_metadata(tmp_path / "model.gguf", sampling_top_p=1.5, **SIZES)
+    refused(tmp_path / "model.gguf", r"general\.sampling: top_p must be")
 
 
 def test_missing_gguf_tensors_go_by_their_own_names(

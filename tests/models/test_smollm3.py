@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,3 +35,35 @@ def test_logits(
 def test_greedy_tokens(tiny_of: Callable[..., Any], check_family: Callable[..., Any]) -> None:
     changes = VARIANTS["windows-where-nothing-rotates"]
     check_family(tiny_of(SmolLM3ForCausalLM, SmolLM3Config, **changes)).greedy("cpu")
+
+
+def test_logits_of_a_gguf_file(
+    ops: Ops,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
+    check_family: Callable[..., Any],
+) -> None:
+    theirs = tiny_of(SmolLM3ForCausalLM, SmolLM3Config, num_hidden_layers=5)
+    write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        arch="smollm3",
+        is_permuted=True,
+    )
+    check_family(theirs, path=tmp_path / "model.gguf").logits(ops)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"no_rope_layer_interval": 3},
+        {"use_sliding_window": True, "sliding_window": 6},
+        {"use_sliding_window": True},
+        {"num_key_value_heads": None},
+    ],
+)
+def test_layers_are_what_absent_keys_make_of_them(
+    keys: dict[str, Any], assert_read_alike: Callable[..., None]
+) -> None:
+    assert_read_alike(SmolLM3ForCausalLM, **keys)
