@@ -574,7 +574,7 @@ class KVSequence:
     request_id: str
     seq_id: int
     status: str  # "running", "waiting" (never computed, or preempted)
-    num_tokens: int  # whose keys and values are in the pool
+    num_tokens: int  # whose keys and values were computed
     block_table: tuple[int, ...]  # of all KV groups, without blocks that fell out of a window
 
 
