@@ -189,7 +189,7 @@ def test_after_a_download_was_ended_whole_files_are_there_and_no_part_is(
 
     thread = threading.Thread(target=follow)
     thread.start()
-    while not (hub.transfers() and list((tmp_path / "home").rglob("*.incomplete"))):
+    while not (hub.transfers() and any((tmp_path / "home").rglob("*.incomplete"))):
         time.sleep(0.02)
     one.stop()
     thread.join(20)
