@@ -5,8 +5,9 @@
 // keeps is all ranks from some "cut" up, but for min-p, which is a bound on the weight. A row goes
 // through:
 //
-//   greedy        one pass for the largest logit.
-//   no filter     one pass for the largest logit, one for the weights
+//   any           one pass for the largest logit, and for what is no number.
+//   greedy        nothing more.
+//   no filter     one pass for the weights
 //                 exp((logit - largest) / temperature) and their sums by chunks; the draw adds up
 //                 chunks, then tokens of one chunk.
 //   top-k         one pass with a buffer of ranks above the k-th found so far; one to collect what
@@ -121,14 +122,15 @@ OCTAVO_INLINE uint32_t true_lanes(vint is_true) {
 #endif
 }
 
-// The largest logit, the lowest id on a tie. NaN never wins.
+// The largest logit, the lowest id on a tie; -1 if it is not finite, or any logit is NaN.
 int64_t argmax(const Row& row) {
   vfloat best = splat(-INFINITY);
-  vint best_id{}, id{};
+  vint best_id{}, id{}, is_nan{};
   for (int j = 0; j < kLanes; j++) id[j] = j;
   for (int64_t i = 0; i < row.vocab_size; i += kLanes) {
     const vfloat logits = load_logits(row, i);
     const vint is_better = logits > best;
+    is_nan |= logits != logits;
     best = is_better ? logits : best;
     best_id = is_better ? id : best_id;
     id += kLanes;
@@ -138,7 +140,8 @@ int64_t argmax(const Row& row) {
     const bool is_first = best[j] == best[winner] && best_id[j] < best_id[winner];
     if (best[j] > best[winner] || is_first) winner = j;
   }
-  return best_id[winner];
+  const bool is_drawable = std::isfinite(best[winner]) && !true_lanes(is_nan);
+  return is_drawable ? best_id[winner] : -1;
 }
 
 thread_local Buffer<float> weight_buffer;
@@ -364,11 +367,10 @@ int64_t draw_filtered(const Row& row, float largest) {
 
 int64_t sample_row(const Row& row) {
   const int64_t most_likely = argmax(row);
-  if (row.temperature == 0.0f) return most_likely;
+  if (row.temperature == 0.0f || most_likely < 0) return most_likely;
   const float largest = row.logits[most_likely];
   const bool is_filtered = row.top_k || row.top_p < 1.0f;
-  const int64_t token = is_filtered ? draw_filtered(row, largest) : draw_unfiltered(row, largest);
-  return token < 0 ? most_likely : token;  // only where logits are not numbers
+  return is_filtered ? draw_filtered(row, largest) : draw_unfiltered(row, largest);
 }
 
 }  // namespace

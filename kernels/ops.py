@@ -296,6 +296,7 @@ class Ops(Protocol):
         A pure function: one uniform from Philox4x32-10 (Salmon et al., SC 2011) keyed by
         (seed, position), then the inverse CDF in token-id order over the tokens that temperature,
         top-k, top-p and min-p leave. Temperature 0 takes the most likely token, the lowest id on a tie.
+        A row with a NaN, +inf or nothing but -inf gives -1.
 
         Args:
             summary: what no row asks for need not be computed; ``None``: anything may be asked for.

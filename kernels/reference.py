@@ -6,6 +6,7 @@ Computes in float32 wherever rounding matters and rounds once, at the end. Uses 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -248,6 +249,8 @@ def _sample_row(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
 ) -> int:
     """Draw from one row, ``logits [vocab_size]``. Sorting is stable: ties go to the lower id."""
+    if not math.isfinite(logits.max()):
+        return -1
     if temperature == 0.0:
         return int(torch.nonzero(logits == logits.max())[0])
     weights = torch.exp((logits - logits.max()) / temperature).double()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .ops import SamplingSummary, SamplingTensors
 from .philox import philox_uniform
-from .torch_sampling import inverse_cdf, monotone_bits
+from .torch_sampling import inverse_cdf, likeliest, monotone_bits
 
 MAX_ROWS_AT_ONCE = 64
 """Bounds the working memory, which is several times ``rows * vocab_size`` doubles."""
@@ -21,15 +21,15 @@ EVERYTHING = SamplingSummary(has_random=True, has_top_k=True, has_top_p=True, ha
 def sample(logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None) -> Tensor:
     """See :meth:`~.ops.Ops.sample`. What ``summary`` rules out is not computed."""
     summary = EVERYTHING if summary is None else summary
-    likeliest = logits.argmax(dim=-1)
+    greedy = likeliest(logits)
     if not summary.has_random:
-        return likeliest
+        return greedy
     drawn = [
         _draw(logits[rows], SamplingTensors(*(values[rows] for values in params)), summary)
         for begin in range(0, len(logits), MAX_ROWS_AT_ONCE)
         for rows in [slice(begin, begin + MAX_ROWS_AT_ONCE)]
     ]
-    return torch.where(params.temperature > 0.0, torch.cat(drawn), likeliest)
+    return torch.where((params.temperature > 0.0) & (greedy >= 0), torch.cat(drawn), greedy)
 
 
 def _draw(logits: Tensor, params: SamplingTensors, summary: SamplingSummary) -> Tensor:

@@ -18,12 +18,19 @@ MAX_ROWS_AT_ONCE = 64
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """See :meth:`~.ops.Ops.sample`."""
-    tokens = logits.argmax(dim=-1)
-    random_rows = params.temperature.nonzero().squeeze(1)
+    tokens = likeliest(logits)
+    random_rows = ((params.temperature > 0.0) & (tokens >= 0)).nonzero().squeeze(1)
     for begin in range(0, len(random_rows), MAX_ROWS_AT_ONCE):
         rows = random_rows[begin : begin + MAX_ROWS_AT_ONCE]
         tokens[rows] = _draw(logits[rows], _select(params, rows))
     return tokens
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The most likely token of each row ``[num_rows, vocab_size]``, -1 where none can be drawn → ``[num_rows]``."""
+    tokens = logits.argmax(dim=-1)  # of a NaN, if there is one
+    is_drawable = logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
+    return torch.where(is_drawable, tokens, -1)
 
 
 def _select(params: SamplingTensors, rows: Tensor) -> SamplingTensors:

@@ -135,7 +135,7 @@ async def serve(
         await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
         announced.cancel()
         if not died.done() and not serving.done():
-            delay_s = config.drain_delay if signals.is_orderly and _is_ready(engine) else 0.0
+            delay_s = config.drain_delay if signals.is_orderly and _is_accepting(engine) else 0.0
             await _drain(drain, signals, died, delay_s, config.shutdown_timeout)
         if died.done():
             recorder.dump()
@@ -254,10 +254,10 @@ async def _drain(
         task.cancel()
 
 
-def _is_ready(engine: Engine) -> bool:
+def _is_accepting(engine: Engine) -> bool:
     try:
-        engine.check_ready()
-    except EngineNotReadyError:
+        engine.check_accepting()
+    except (EngineNotReadyError, EngineDeadError):
         return False
     return True
 

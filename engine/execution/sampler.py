@@ -66,24 +66,22 @@ class Sampler:
             One result per row. A row with a NaN, +inf or nothing but -inf, as the model gave it or
             after the row's own rules, gets an error; no other row's result depends on it.
         """
-        not_finite = self._replace_nonfinite(logits)
         reported = self._reported(logits, rows)
         beams = _to_logprobs(logits, rows)
         ruled = self._ruled(rows)
-        nothing_left = torch.zeros_like(not_finite)
+        checks = [_has_finite_peak(logits)] if ruled or beams else []
         if ruled:
             apply_rules(logits, ruled)
-            nothing_left = self._replace_nonfinite(logits)
-        drawn, is_bad, is_ruled_out = self._transfer.download(
-            self._draw(logits, rows), not_finite, nothing_left
-        )
+            checks.append(_has_finite_peak(logits))
+        drawn, *found = self._transfer.download(self._draw(logits, rows), *checks)
         results = []
         first = 0
         for index, row in enumerate(rows):
             token_ids = drawn[first : first + row.num_samples]
             first += row.num_samples
-            if is_bad[index] or is_ruled_out[index]:
-                error = NONFINITE if is_bad[index] else NOTHING_LEFT
+            is_finite = [column[index] for column in found]  # before the rules, after them
+            if -1 in token_ids or not all(is_finite):
+                error = NOTHING_LEFT if any(is_finite) else NONFINITE
                 results.append(RowResult(row.seq_id, (), error=error))
             else:
                 results.append(RowResult(row.seq_id, token_ids))
@@ -101,17 +99,6 @@ class Sampler:
             for index, row in enumerate(rows)
             if row.place in rules
         ]
-
-    def _replace_nonfinite(self, logits: Tensor) -> Tensor:
-        """Zero the rows of ``[num_rows, vocab_size]`` that cannot be drawn from.
-
-        Returns:
-            ``[num_rows]`` bool, which they are.
-        """
-        is_bad = ~torch.isfinite(logits.amax(dim=-1))
-        if self._transfer.is_asynchronous or bool(is_bad.any()):
-            logits.masked_fill_(is_bad.unsqueeze(1), 0.0)
-        return is_bad
 
     def _draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
         """All samples of all rows, one after the other; sample j of a row uses its seed + j."""
@@ -159,6 +146,11 @@ class Sampler:
             [0 if one.logprob_token_ids else one.logprobs or 0 for one in asked],
             [one.logprob_token_ids for one in asked],
         )
+
+
+def _has_finite_peak(logits: Tensor) -> Tensor:
+    """Which rows of ``[num_rows, vocab_size]`` can be drawn from → ``[num_rows]`` bool."""
+    return torch.isfinite(logits.amax(dim=-1))
 
 
 def _with_logprobs(results: list[RowResult], reported: _Reported) -> None:

@@ -559,7 +559,8 @@ class EngineClient(Engine):
             self._answer(frame)
         elif isinstance(frame, Failed):
             self._last_words = frame.message
-            if frame.is_refusal:
+            # Not so if an earlier engine was ready with the same options.
+            if frame.is_refusal and self._info is None:
                 self._die(EngineRefusedError(frame.message))
             self._life.kill()  # it has said its last words
 
@@ -580,7 +581,7 @@ class EngineClient(Engine):
             if state.is_finished:
                 del handed[update.request_id], self._streams[stream.request_id]
                 self._record_finished(state)
-            if state.is_finished or (update.token_ids and state.keeps_tokens):
+            if state.is_finished or (update.token_ids and state.has_gained()):
                 gained.append(stream.request_id)
             if outputs:
                 stream.put(outputs, error)

@@ -137,9 +137,13 @@ class EngineLife:
         return self._signs.look()
 
     def send(self, frame: ToEngine) -> None:
-        """Hand a frame to the socket; never waits, since its queue has no bound of its own."""
+        """Hand a frame to the socket; never waits, since its queue has no bound of its own.
+
+        Between the end of the process and the news of it a frame is lost, as those are that it has not read.
+        """
         if not self.socket.closed:
-            self.socket.send(encode(frame), zmq.DONTWAIT)
+            with suppress(zmq.Again):  # nobody is connected any more
+                self.socket.send(encode(frame), zmq.DONTWAIT)
             if self._loop is not None:
                 self._loop.call_soon(self.drain)  # a send may swallow the readable edge
 

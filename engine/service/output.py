@@ -106,6 +106,7 @@ class RequestState:
         sampling = admitted.new.sampling
         self._is_ranked = sampling.use_beam_search or sampling.is_best_of
         self._begin()
+        self._most_tokens = 0  # that an engine had given when ranked choices started over
         self._num_cached_tokens = 0
         self._num_discarded_tokens = 0
         self._has_prompt_logprobs = sampling.prompt_logprobs is not None
@@ -132,10 +133,14 @@ class RequestState:
     def is_finished(self) -> bool:
         return not self._num_unfinished
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether a token, once told, stays. Where choices are ranked, a new engine starts over."""
-        return not self._is_ranked
+    def has_gained(self) -> bool:
+        """Whether there are more tokens than ever, asked after some have come. Ranked choices may have started over."""
+        if not self._is_ranked:
+            return True
+        num_tokens = sum(len(sequence.token_ids) for sequence in self._sequences)
+        is_more = num_tokens > self._most_tokens
+        self._most_tokens = max(num_tokens, self._most_tokens)
+        return is_more
 
     def resume(self) -> NewRequest:
         """The request as an engine that does not know it has to be told of it.

@@ -7,11 +7,13 @@ a local socket (see ``frames``).
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
 import signal
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
@@ -50,6 +52,7 @@ Progress = Callable[[str, float], None]
 Send = Callable[[FromEngine], None]
 BuildCore = Callable[[EngineConfig, int, Progress], tuple[EngineCore, EngineInfo]]
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _LENGTH = struct.Struct("<I")
 
 
@@ -80,6 +83,7 @@ def run(build_core: BuildCore) -> int:
     launch = _read_launch()
     signs = SignsWriter(launch.signs_fd)
     signs.start_beating()
+    _end_with_parent()
     threading.Thread(target=_end_with_front_end, name="watch-front-end", daemon=True).start()
     set_up_logging(launch.log_level, launch.config.execution.log_format, "engine")
     with zmq.Context() as context:
@@ -106,6 +110,15 @@ def _read_exactly(size: int) -> bytes:
             raise SystemExit("octavo-engine is started by octavo, not by hand")
         data += part
     return data
+
+
+def _end_with_parent() -> None:
+    """Have the kernel, where it can, kill this process with the front end, though it be stopped or hang.
+
+    The kernel means the thread that started it, which is the event loop's.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_front_end() -> None:

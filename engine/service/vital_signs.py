@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -103,9 +104,10 @@ class SignsReader:
         turn, is_busy, is_executing, num_bytes = _LOOP.unpack_from(self._page, _LOOP_AT)
         ids = None
         if is_executing and num_bytes:
-            ids = msgspec.msgpack.decode(
-                self._page[_IDS_AT : _IDS_AT + num_bytes], type=tuple[str, ...]
-            )
+            with suppress(msgspec.DecodeError):  # it died in the middle of writing
+                ids = msgspec.msgpack.decode(
+                    self._page[_IDS_AT : _IDS_AT + num_bytes], type=tuple[str, ...]
+                )
         return Signs(beat, turn, bool(is_busy), ids)
 
     def glance(self) -> tuple[int, int, bool]:

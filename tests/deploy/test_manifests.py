@@ -249,9 +249,8 @@ def test_arguments_and_options_are_real(overlay: Overlay, tmp_path: Path) -> Non
 
 def test_the_grace_period_is_longer_than_the_server_needs(overlay: Overlay, tmp_path: Path) -> None:
     _, server = overlay.options(tmp_path)
-    assert (
-        "lifecycle" not in overlay.container
-    )  # the server itself waits until gateways have noticed
+    # The server itself waits until gateways have noticed.
+    assert "lifecycle" not in overlay.container
     assert server.drain_delay > 0
     assert server.shutdown_timeout > 0
     needed = server.drain_delay + server.shutdown_timeout + CLOSE_TIMEOUT_S + FLUSH_TIMEOUT_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,24 @@ def test_equals_the_numpy_rule(case: tuple[Tensor, SamplingTensors]) -> None:
 def test_greedy_takes_the_lowest_id_on_a_tie(ops: Ops) -> None:
     logits = torch.tensor([[0.0, 7.0, 7.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
     assert ops.sample(logits, _params(2, temperature=0.0)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 0.0}], ids=str
+)
+def test_rows_that_cannot_be_drawn_from_give_no_token(
+    ops: Ops, filters: dict[str, float], bad: float
+) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
+    params = _params(4, seed=torch.arange(4), **filters)
+    expected = ops.sample(logits.clone(), params).tolist()
+    logits[1] = bad
+    logits[2, 7] = bad
+    one_bad = [expected[2] if bad == -torch.inf and expected[2] != 7 else -1]
+    wanted = [expected[0], -1, *one_bad, expected[3]]
+    for sample in (ops.sample, partial(sync_free_sampling.sample, summary=None)):
+        assert sample(logits.clone(), params).tolist() == wanted
 
 
 def test_top_k_one_is_greedy_even_on_ties(ops: Ops) -> None:

@@ -166,8 +166,12 @@ async def test_running_requests_get_their_time(engine: FakeEngine) -> None:
 
 
 @pytest.mark.anyio
-async def test_requests_are_taken_during_the_delay_though_not_ready(engine: FakeEngine) -> None:
+@pytest.mark.parametrize("is_restarting", [False, True])
+async def test_requests_are_taken_during_the_delay_though_not_ready(
+    engine: FakeEngine, is_restarting: bool
+) -> None:
     async with running(engine, drain_delay=3600.0, shutdown_timeout=60.0) as server:
+        engine.is_restarting = is_restarting
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0)
         assert (await server.client.get("/ready")).json()["status"] == "stopping"

@@ -5,7 +5,7 @@ asked for, a token has minus (seed % 8 + 1), the seed being its sequence's own. 
 next tokens in order, with -1, -2, ... MODE is a comma list of
 ``slow`` (20 ms a step), ``crash`` (exit in the fifth step), ``raise`` (an error in the fifth step),
 ``poison`` (exit where token 200 would be drawn), ``hang`` (the first engine never ends its fifth step),
-``unloadable`` (a ConfigError while loading), ``unloadable-again`` (but not the first time),
+``unloadable`` (a ConfigError while loading), ``unloadable-again`` (the second time only),
 ``stuck`` (never ready), ``stuck-again`` (but not the first time).
 """
 
@@ -84,7 +84,7 @@ def build_core(
     config: EngineConfig, epoch: int, progress: Callable[[str, float], None]
 ) -> tuple[EngineCore, EngineInfo]:
     progress("loading", 0.5)
-    if "unloadable" in MODES or ("unloadable-again" in MODES and epoch):
+    if "unloadable" in MODES or ("unloadable-again" in MODES and epoch == 1):
         raise ConfigError("--model: this cannot be loaded.")
     if "stuck" in MODES or ("stuck-again" in MODES and epoch):
         time.sleep(60)

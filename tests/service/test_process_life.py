@@ -125,9 +125,12 @@ def test_an_engine_that_died_once_too_often_is_told_and_ends_the_server(
         assert server.process.wait(10) == 1
 
 
-def test_engine_ends_within_two_seconds_of_its_front_end(server: Any) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_engine_ends_within_two_seconds_of_its_front_end(server: Any, is_stopped: bool) -> None:
     engine = engine_of(server)
     streaming(server)
+    if is_stopped:
+        engine.suspend()
     server.process.kill()
     server.process.wait()
     wait_gone(engine, 2)

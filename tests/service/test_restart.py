@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from octavo.engine.api import (
     FinishReason,
@@ -25,10 +26,10 @@ from octavo.engine.config import EngineConfig, Supervision
 from octavo.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
-    EngineRefusedError,
     OverloadedError,
 )
 from octavo.engine.service import client as client_module
+from octavo.engine.service import engine_life
 from octavo.engine.service.client import EngineClient
 from octavo.engine.stats import EngineStats, RequestRecord
 
@@ -239,6 +240,23 @@ def test_ranked_choices_start_over_and_count_once(tiny_model: Path) -> None:
     play(scene)
 
 
+def test_ranked_choices_that_come_farther_each_time_are_not_blamed(tiny_model: Path) -> None:
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as (client, _):
+            (read,) = await submit(client, request("r", [1], 60, best_of=3, seed=1))
+            state = client._streams["r"].state
+            for num_tokens in (3, 6, 9, 12):
+                await until(lambda: len(state._sequences[0].token_ids) >= num_tokens)  # noqa: B023
+                epoch = client._life.epoch
+                kill(client)
+                await until(lambda: client._life.epoch > epoch and is_ready(client))  # noqa: B023
+            await read.done
+            assert read.error is None
+            assert read.first == following(1, 60)
+
+    play(scene)
+
+
 def test_requests_wait_while_there_is_no_engine_and_questions_are_refused(tiny_model: Path) -> None:
     async def scene() -> None:
         async with running(tiny_model, "stuck-again") as (client, _):
@@ -258,6 +276,28 @@ def test_requests_wait_while_there_is_no_engine_and_questions_are_refused(tiny_m
             await client.close()
             await reads[0].done
             assert reads[0].ends == {0: FinishReason.ABORT}
+
+    play(scene)
+
+
+def test_nothing_fails_between_an_engine_s_end_and_the_news_of_it(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_life, "LAST_FRAMES_S", 1.0)
+
+    async def scene() -> None:
+        async with running(tiny_model, "slow") as (client, _):
+            old, left = await submit(client, request("old", [1], 40), request("left", [2], 40))
+            await until(lambda: len(old.first) > 2)
+            socket = client._life.socket
+            kill(client)
+            await until(lambda: not socket.poll(0, zmq.POLLOUT))
+            client.abort("left")
+            (new,) = await submit(client, request("new", [3], 40))
+            assert client.num_restarts == 0  # nothing is known yet
+            await asyncio.gather(old.done, new.done, left.done)
+            assert (old.first, new.first) == (following(1, 40), following(3, 40))
+            assert left.ends == {0: FinishReason.ABORT}
 
     play(scene)
 
@@ -414,14 +454,16 @@ def test_too_many_deaths_in_vain_are_the_end(tiny_model: Path) -> None:
     play(scene)
 
 
-def test_a_refusal_is_not_tried_again(tiny_model: Path) -> None:
+def test_what_another_engine_refuses_for_now_is_tried_again(tiny_model: Path) -> None:
+    """A volume that is away, or memory that the dead one has not given back yet."""
+
     async def scene() -> None:
         async with running(tiny_model, "unloadable-again") as (client, _):
             (read,) = await submit(client, request("r", [1], 400))
             kill(client)
-            with pytest.raises(EngineRefusedError, match="cannot be loaded"):
-                await read.done
-            assert client.num_restarts == 1
+            await read.done
+            assert client.num_restarts == 2
+            assert read.first == following(1, 400)
 
     play(scene)
 

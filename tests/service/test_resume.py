@@ -89,7 +89,10 @@ def test_ranked_choices_start_over(start: Any) -> None:
     for child in range(2):
         give(state, child, 10, logprobs=(SCORE,))
     give(state, 0, 11, logprobs=(SCORE,), finish_reason=FinishReason.LENGTH)
-    assert not state.keeps_tokens
+    assert state.has_gained()
+    assert state.resume() == state.admitted.new
+    give(state, 0, 10, logprobs=(SCORE,))
+    assert not state.has_gained()  # not as far as before
     assert state.resume() == state.admitted.new
     for child in range(2):
         give(state, child, 10 + child, logprobs=(SCORE,), finish_reason=FinishReason.LENGTH)

@@ -35,6 +35,14 @@ def test_more_requests_than_fit_are_not_named() -> None:
     assert reader.look().dying_ids is None
 
 
+def test_a_page_that_was_half_written_names_nobody() -> None:
+    writer, reader = pair()
+    writer.name_requests(["a", "b", "c"])
+    writer._num_bytes -= 1
+    writer.executing()
+    assert reader.look() == (0, 0, True, None)
+
+
 def test_the_thread_beats() -> None:
     writer, reader = pair()
     writer.start_beating()
