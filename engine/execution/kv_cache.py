@@ -58,7 +58,7 @@ def num_blocks_for(
         sequence_bytes = num_sequence_blocks * block_bytes
         budget = min(max(CPU_DEFAULT_BYTES, sequence_bytes), available // 4)
         option, num_blocks = "kv_cache_memory_bytes", budget // block_bytes
-    _check(flag_of(option), num_blocks, block_bytes, available)
+    _check(flag_of(option), num_blocks, block_bytes, available, cache.kv_cache_memory_bytes)
     return num_blocks
 
 
@@ -80,10 +80,13 @@ def num_host_blocks_for(config: EngineConfig, model: Model, *, reserved_bytes: i
     return asked // block_bytes
 
 
-def _check(flag: str, num_blocks: int, block_bytes: int, available: int) -> None:
+def _check(
+    flag: str, num_blocks: int, block_bytes: int, available: int, asked: int | None = None
+) -> None:
     if num_blocks < 1:
+        given = "" if asked is None else f" {asked}"
         raise ConfigError(
-            f"{flag} leaves no room for a KV block: one needs {block_bytes} bytes; "
+            f"{flag}{given} leaves no room for a KV block: one needs {block_bytes} bytes; "
             f"{available} bytes are available."
         )
     if num_blocks * block_bytes > available:

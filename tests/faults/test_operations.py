@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +31,9 @@ def test_h04_loading_is_alive_and_ready_means_that_requests_are_computed(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_ENGINE)
     seen: list[tuple[int, int, int]] = []
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     with (
-        launch(tmp_path, str(tiny_path), PYTHONPATH=str(tmp_path)) as server,
+        launch(tmp_path, str(tiny_path), PYTHONPATH=path) as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
     ):
         deadline = time.monotonic() + 120
@@ -80,8 +83,7 @@ def test_h07_a_user_without_a_name_and_a_file_system_that_nobody_writes_to(
     launch: Callable[..., Any], tiny_path: Path, tmp_path: Path
 ) -> None:
     """Another uid, no home, and only one folder that is no part of the read-only rest."""
-    room = tmp_path / "room"
-    room.mkdir()
+    room = tempfile.mkdtemp()
     mount = "mount -o remount,bind,ro / && mount -t tmpfs -o size=64m tmpfs"
     become = "exec unshare --user --map-user=12345 --map-group=12345"
     script = f'{mount} {room} && {become} "$@"'
@@ -90,7 +92,7 @@ def test_h07_a_user_without_a_name_and_a_file_system_that_nobody_writes_to(
         pytest.skip("needs a namespace in which a user may mount")
     touched = subprocess.run([*under, "touch", "/x"], check=False, capture_output=True)
     assert b"Read-only" in touched.stderr
-    places = {"HOME": "/", "TMPDIR": str(room), "XDG_CACHE_HOME": ""}
+    places = {"HOME": "/", "TMPDIR": room, "XDG_CACHE_HOME": ""}
     flags = (str(tiny_path), "--attention-backend", "torch")
     with launch(tmp_path, *flags, under=under, **places) as server:
         server.wait_ready()
@@ -99,6 +101,7 @@ def test_h07_a_user_without_a_name_and_a_file_system_that_nobody_writes_to(
         server.process.terminate()
         assert server.ends() == 0
         assert "Traceback" not in server.said
+    os.rmdir(room)
 
 
 @pytest.mark.parametrize("way", ["flag", "environment", "file"])
@@ -217,7 +220,7 @@ def _blocks_of(num_bytes: int) -> int:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--kv-cache-memory-bytes", "100"), ("100", "bytes")),
+        (("--kv-cache-memory-bytes", "100"), ("bytes 100 ", "4096 bytes", "available")),
         (("--num-gpu-blocks-override", "2", "--max-model-len", "512"), ("2", "32", "512")),
         (("--gpu-memory-utilization", "1.5"), ("1.5",)),
         (("--gpu-memory-utilization", "0"), ("gpu-memory-utilization",)),

@@ -227,14 +227,14 @@ def test_a_model_file_that_is_cut_short_is_refused_also_by_the_next_engine(
     model = tmp_path / "smol.gguf"
     shutil.copy(model_path, model)
     whole = model.stat().st_size
-    with starting(str(model)) as (process, url):
+    with starting(str(model), "--max-engine-restarts", "1") as (process, url):
         wait_ready(process, url)
         os.truncate(model, whole - 4096)
         assert ask(url, prompt="Water boils at", max_tokens=4).status_code == 200
         (engine,) = psutil.Process(process.pid).children()
         engine.kill()
         _, said = process.communicate(timeout=60)
-        assert process.returncode == 2
+        assert process.returncode == 1  # it might have been mended meanwhile, so it is tried again
     assert "smol.gguf" in said.splitlines()[-1]
     assert "Traceback" not in said
     with starting(str(model)) as (process, _):

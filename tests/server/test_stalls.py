@@ -101,6 +101,17 @@ async def test_a_byte_between_two_requests_does_not_keep_a_connection(engine: Fa
     assert b"408" not in rest
 
 
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_a_connection_on_which_nothing_comes_ends_like_an_idle_one(
+    engine: FakeEngine,
+) -> None:
+    async with listening(engine, client_stall_timeout=3600) as url, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(sock=await connected(url))
+        assert await reader.read(-1) == b""  # after the 5 s of this server
+        writer.close()
+
+
 @pytest.mark.anyio
 async def test_an_answer_may_take_longer_than_what_follows_it(engine: FakeEngine) -> None:
     """A second request's first bytes, sent meanwhile, do not end the first one's answer."""

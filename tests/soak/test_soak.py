@@ -25,7 +25,7 @@ from tests.service.conftest import write_model
 from tests.soak.traffic import EXACT, WILD, WINDOW, Client, Count
 
 SOAK_S = float(os.environ.get("SOAK_S") or (120 if os.environ.get("CI") else 20))
-ROUND_S = 4.0
+ROUND_S = min(4.0, max(1.0, SOAK_S / 60))
 NUM_CLIENTS = 12
 GROWTH = 1.02
 """Memory after the warm-up, the later half of it beside the earlier."""
@@ -37,10 +37,10 @@ Kinds = Sequence[Callable[[Client], Any]]
 @pytest.fixture
 def server(start_server: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
     model = write_model(tmp_path / "tiny", window=WINDOW)
-    flags = ["--num-gpu-blocks-override", "256", "--max-num-seqs", "12", "--swap-space", "0.01"]
+    flags = ["--num-gpu-blocks-override", "256", "--max-num-seqs", "12", "--swap-space", "0.001"]
     flags += ["--max-num-queued-reqs", "64", "--client-stall-timeout", "10"]
     flags += ["--response-store-size", "50", "--engine-heartbeat-timeout", "3"]
-    flags += ["--enable-debug-endpoints", "--log-level", "critical"]
+    flags += ["--enable-debug-endpoints", "--log-level", "error", "--flight-recorder-steps", "1"]
     with start_server(str(model), *flags) as running:
         yield running
 
