@@ -1,0 +1,76 @@
+"""Of many requests that come together, one is admitted in a turn of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from octavo.server.turns import Turns
+from tests.server.conftest import listening
+
+if TYPE_CHECKING:
+    from tests.server.conftest import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_turns_come_in_order_with_a_turn_of_the_loop_between() -> None:
+    turns, seen = Turns(), list[tuple[int, int]]()
+    ticks = 0
+    loop = asyncio.get_running_loop()
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        if len(seen) < 5:
+            loop.call_soon(tick)
+
+    async def take(number: int) -> None:
+        await turns.take()
+        seen.append((number, ticks))
+
+    tick()
+    await asyncio.gather(*(take(number) for number in range(5)))
+    assert [number for number, _ in seen] == [0, 1, 2, 3, 4]
+    assert len({when for _, when in seen}) == 5
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert turns._is_free
+
+
+async def test_a_turn_that_nobody_wants_any_more_is_passed_over() -> None:
+    turns = Turns()
+    await turns.take()
+    waiting = [asyncio.create_task(turns.take()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    waiting[1].cancel()
+    async with asyncio.timeout(5):
+        await waiting[2]
+
+
+async def test_a_probe_does_not_wait_for_a_crowd_to_be_admitted(engine: FakeEngine) -> None:
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 3}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    ask = f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    async with listening(engine) as url, asyncio.timeout(30):
+        port = urlsplit(url).port
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")  # all are connected
+        await reader.readuntil(b"}")
+        for _, one in crowd:
+            one.write(ask)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        assert len(engine.requests) < 30
+        answers = await asyncio.gather(*(one.read(-1) for one, _ in crowd))
+        for _, one in [*crowd, (reader, writer)]:
+            one.close()
+    assert len(engine.requests) == 60
+    assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
