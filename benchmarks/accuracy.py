@@ -81,7 +81,8 @@ class Scorer:
         )
         with torch.inference_mode():
             ids = torch.tensor(token_ids[start:])
-            return self.model.logits(self.model.forward(ids, positions, self.caches, metadata))
+            rows = [metadata] * self.model.num_layers
+            return self.model.logits(self.model.forward(ids, positions, self.caches, rows))
 
 
 def write(scorer: Scorer, prompt: list[int], num_tokens: int) -> list[int]:

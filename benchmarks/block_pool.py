@@ -179,7 +179,7 @@ def match_hit(*, is_hashed: bool) -> Callable[[], Work]:
         def work() -> int:
             chain = known if is_hashed else HashChain(known.root)
             match = memory.match(chain, token_ids, len(token_ids))
-            assert len(match.device_block_ids) == TABLE
+            assert len(match.device_block_ids[0]) == TABLE
             return TABLE
 
         return work

@@ -539,6 +539,7 @@ class EngineInfo:
     scheduling_policy: str = "fcfs"  # "priority": requests may have one
     hidden_size: int = 0  # numbers in an embedding
     pooling_type: str = "last"  # of embeddings that ask for none
+    kv_windows: tuple[int | None, ...] = (None,)  # per KV group: tokens that a query sees, or all
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import EngineInfo
 from .checkpoint.checkpoint import Checkpoint, find_embedded_model, open_checkpoint
+from .checkpoint.kv_groups import kv_groups
 from .config import (
     EngineConfig,
     StepLimits,
@@ -24,6 +25,7 @@ from .config import (
     step_limits,
 )
 from .errors import ConfigError
+from .memory.block_demand import BlockDemand
 from .service.core import EngineCore
 
 if TYPE_CHECKING:
@@ -138,9 +140,11 @@ def build_core(
     memory = KVCacheManager(
         pool.num_blocks,
         config.cache.block_size,
+        pool.windows,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,
+        max_step_tokens=limits.max_num_batched_tokens,
     )
     scheduler = Scheduler(
         SchedulerLimits(
@@ -186,6 +190,7 @@ class _Pool(NamedTuple):
     num_host_blocks: int
     block_bytes: int
     max_model_len: int
+    windows: tuple[int | None, ...]  # per KV group
 
 
 def _size_pool(config: EngineConfig, model: Model, ops: Ops, place: _Place) -> _Pool:
@@ -193,11 +198,13 @@ def _size_pool(config: EngineConfig, model: Model, ops: Ops, place: _Place) -> _
     from .execution.kv_cache import kv_block_bytes, num_blocks_for, num_host_blocks_for
 
     block_size, device = config.cache.block_size, place.device
+    windows = tuple(group.window for group in kv_groups(model.spec))
+    demand = BlockDemand(block_size, windows, place.limits.max_num_batched_tokens)
     num_blocks = num_blocks_for(
         config,
         model,
         device,
-        max_model_len=place.window,
+        num_sequence_blocks=demand.of_sequence(place.window),
         profile=(
             (lambda: profile_memory(config, model, ops, device)) if device.type == "cuda" else None
         ),
@@ -205,8 +212,9 @@ def _size_pool(config: EngineConfig, model: Model, ops: Ops, place: _Place) -> _
     block_bytes = kv_block_bytes(model, block_size)
     reserved_bytes = num_blocks * block_bytes if device.type == "cpu" else 0
     num_host_blocks = num_host_blocks_for(config, model, reserved_bytes=reserved_bytes)
-    max_model_len = _max_model_len(config, place.window, num_blocks * block_size)
-    return _Pool(num_blocks, num_host_blocks, block_bytes, max_model_len)
+    longest = demand.longest_sequence(num_blocks, place.window)
+    max_model_len = _max_model_len(config, place.window, longest)
+    return _Pool(num_blocks, num_host_blocks, block_bytes, max_model_len, windows)
 
 
 def _info(
@@ -242,6 +250,7 @@ def _info(
         scheduling_policy=config.scheduler.scheduling_policy,
         hidden_size=checkpoint.spec.hidden_size,
         pooling_type=config.model.pooling_type,
+        kv_windows=pool.windows,
     )
 
 
@@ -331,17 +340,17 @@ def _window(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return asked or checkpoint.window
 
 
-def _max_model_len(config: EngineConfig, window: int, num_slots: int) -> int:
-    """The window, shrunk to the pool unless the user insists on it."""
-    if window <= num_slots:
+def _max_model_len(config: EngineConfig, window: int, longest: int) -> int:
+    """The window, shrunk to the ``longest`` sequence that fits the pool unless the user insists on it."""
+    if window <= longest:
         return window
     if config.model.max_model_len is not None:
         raise ConfigError(
-            f"--max-model-len {window} does not fit the KV cache, which holds {num_slots} tokens; lower "
+            f"--max-model-len {window} does not fit the KV cache, which holds {longest} tokens; lower "
             "it or raise --kv-cache-memory-bytes or --num-gpu-blocks-override."
         )
-    logger.warning("--max-model-len is %d: what the KV cache holds", num_slots)
-    return num_slots
+    logger.warning("--max-model-len is %d: what the KV cache holds", longest)
+    return longest
 
 
 if __name__ == "__main__":

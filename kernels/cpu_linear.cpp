@@ -47,13 +47,14 @@ struct Plan {
   static constexpr int64_t kUnitsPerThread = 8;
 
   int64_t rows, panels;
-  int64_t block, blocks;  // rows of a block
-  int64_t run, runs;      // panels of a run
-  int64_t tile;           // rows of a tile
+  int64_t block = 0, blocks = 0;  // rows of a block
+  int64_t run = 0, runs = 0;      // panels of a run
+  int64_t tile = 0;               // rows of a tile
 
   Plan(int64_t rows, const WeightLayout& layout, int64_t row_bytes, int64_t tile_rows,
        int64_t row_step, int64_t num_threads)
       : rows(rows), panels(layout.panels) {
+    if (rows == 0) return;
     const int64_t fitting = cache_bytes() * 5 / 16 / std::max<int64_t>(row_bytes, 1);
     const int64_t most = std::max(fitting, tile_rows);
     block = divide_up(divide_up(rows, divide_up(rows, most)), tile_rows) * tile_rows;
@@ -65,7 +66,23 @@ struct Plan {
     run = std::max<int64_t>(std::min(fits, fair), 1);
     runs = divide_up(panels, run);
   }
+
+  int64_t units() const { return blocks * runs; }
 };
+
+// Rows that are multiplied by one weight.
+struct Group {
+  int64_t begin, end;
+  const char* weight;
+};
+
+int64_t num_groups(const LinearArgs& a) { return a.group_starts ? a.num_groups : 1; }
+
+Group group_at(const LinearArgs& a, int64_t index) {
+  const char* weight = static_cast<const char*>(a.weight);
+  if (!a.group_starts) return {0, *a.num_tokens, weight};
+  return {a.group_starts[index], a.group_starts[index + 1], weight + index * a.weight_stride};
+}
 
 // One tile, with what a kernel does not do: the bias, and columns past the last.
 template <typename Kernel>
@@ -89,37 +106,57 @@ void write_tile(const LinearArgs& a, Kernel& kernel, int64_t row, int64_t count,
   }
 }
 
+// Unit `unit` of a group's plan.
+template <typename Kernel>
+void multiply_unit(const LinearArgs& a, Kernel& kernel, const WeightLayout& layout,
+                   const Group& group, const Plan& plan, int64_t unit) {
+  const int64_t begin = group.begin + unit / plan.runs * plan.block;
+  const int64_t end = std::min(begin + plan.block, group.end);
+  const int64_t first = unit % plan.runs * plan.run;
+  const int64_t last = std::min(first + plan.run, plan.panels);
+  const auto write = [&](int64_t row, int64_t panel) {
+    write_tile(a, kernel, row, std::min(plan.tile, end - row),
+               group.weight + panel * layout.panel_bytes, panel * kPanel);
+  };
+  const auto prepare = [&](int64_t row) {
+    kernel.prepare({row, std::min(plan.tile, end - row), row == begin, begin + plan.tile >= end});
+  };
+  if (Kernel::kPanelsFirst) {
+    for (int64_t panel = first; panel < last; panel++) {
+      for (int64_t row = begin; row < end; row += plan.tile) prepare(row), write(row, panel);
+    }
+  } else {
+    for (int64_t row = begin; row < end; row += plan.tile) {
+      prepare(row);
+      for (int64_t panel = first; panel < last; panel++) write(row, panel);
+    }
+  }
+}
+
+// Threads claim units of all groups, which lie one group's after the other's. Those that a thread gets ascend, so
+// it finds their groups by going on from where it was.
 template <typename Kernel>
 void product(const LinearArgs& a, const Team& team) {
   static_assert(Kernel::kRows <= kMaxRows, "write_tile's buffer");
   if (*a.num_tokens == 0 || a.out_features == 0) return;
   const WeightLayout layout(a.kind, a.out_features, a.in_features);
   Kernel kernel(a, layout);
-  const Plan plan(*a.num_tokens, layout, kernel.row_bytes(), Kernel::kRows, Kernel::kRowStep,
-                  team.size);
-  const char* weight = static_cast<const char*>(a.weight);
-  team.claim(plan.blocks * plan.runs, 1, [&](int64_t unit, int64_t) {
-    const int64_t begin = unit / plan.runs * plan.block;
-    const int64_t end = std::min(begin + plan.block, plan.rows);
-    const int64_t first = unit % plan.runs * plan.run;
-    const int64_t last = std::min(first + plan.run, plan.panels);
-    const auto write = [&](int64_t row, int64_t panel) {
-      write_tile(a, kernel, row, std::min(plan.tile, end - row),
-                 weight + panel * layout.panel_bytes, panel * kPanel);
-    };
-    const auto prepare = [&](int64_t row) {
-      kernel.prepare({row, std::min(plan.tile, end - row), row == begin, begin + plan.tile >= end});
-    };
-    if (Kernel::kPanelsFirst) {
-      for (int64_t panel = first; panel < last; panel++) {
-        for (int64_t row = begin; row < end; row += plan.tile) prepare(row), write(row, panel);
-      }
-    } else {
-      for (int64_t row = begin; row < end; row += plan.tile) {
-        prepare(row);
-        for (int64_t panel = first; panel < last; panel++) write(row, panel);
-      }
+  const auto plan_of = [&](const Group& group) {
+    return Plan(group.end - group.begin, layout, kernel.row_bytes(), Kernel::kRows,
+                Kernel::kRowStep, team.size);
+  };
+  int64_t count = 0;
+  for (int64_t index = 0; index < num_groups(a); index++) count += plan_of(group_at(a, index)).units();
+  int64_t index = 0, before = 0;  // the group at hand, and the units of those before it
+  Group group = group_at(a, 0);
+  Plan plan = plan_of(group);
+  team.claim(count, 1, [&](int64_t unit, int64_t) {
+    while (unit >= before + plan.units()) {
+      before += plan.units();
+      group = group_at(a, ++index);
+      plan = plan_of(group);
     }
+    multiply_unit(a, kernel, layout, group, plan, unit - before);
   });
 }
 

@@ -38,6 +38,11 @@ BLOCK_BYTES = {WeightKind.Q4_0: 18, WeightKind.Q4_1: 20, WeightKind.Q8_0: 34}
 """Bytes of a GGUF block of 32 weights, by the kinds that come from GGUF."""
 
 
+def padded_size(size: int) -> int:
+    """Numbers that a packed row of ``size`` takes (``octavo::PackedRows``)."""
+    return -(-size // _GROUP) * _GROUP
+
+
 class PackedWeight(NamedTuple):
     """A linear layer ready for this processor."""
 

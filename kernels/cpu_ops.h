@@ -49,6 +49,34 @@ struct RmsNormArgs {
 };
 void rms_norm_rows(const RmsNormArgs& a, int64_t begin, int64_t end);
 
+// (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias. `out` may be x.
+struct LayerNormArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  float* residual;  // as in RmsNormArgs
+  int64_t residual_stride;
+  const float* weight;  // [size]
+  const float* bias;    // [size] or null
+  float eps;
+  int64_t size;
+  float* out;  // [num_tokens, size]
+  int64_t out_stride;
+};
+void layer_norm_rows(const LayerNormArgs& a, int64_t begin, int64_t end);
+
+// GELU without a gate: the normal distribution's, or its tanh approximation. `out` may be x.
+struct GeluArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  int64_t size;
+  int64_t is_tanh;
+  float* out;  // [num_tokens, size]
+  int64_t out_stride;
+};
+void gelu_rows(const GeluArgs& a, int64_t begin, int64_t end);
+
 // factor * x, or factor * x + residual. `out` may be x or the residual.
 struct AddArgs {
   const int64_t* num_tokens;
@@ -62,7 +90,17 @@ struct AddArgs {
 };
 void add_rows(const AddArgs& a, int64_t begin, int64_t end);
 
-enum GateKind : int64_t { kSilu = 0, kGelu = 1 };  // gelu: the tanh approximation
+// Numbers within -limit .. limit, in place; NaN stays.
+struct ClampArgs {
+  const int64_t* num_tokens;
+  float* x;  // [num_tokens, size]
+  int64_t x_stride;
+  int64_t size;
+  float limit;
+};
+void clamp_rows(const ClampArgs& a, int64_t begin, int64_t end);
+
+enum GateKind : int64_t { kSiluGate = 0, kGeluGate = 1 };  // gelu: the tanh approximation
 
 // activation(x[:, :size]) * x[:, size:]
 struct GateArgs {
@@ -145,14 +183,17 @@ struct PackRowsArgs {
   const int64_t* num_tokens;
   const float* x;  // [num_tokens, size]
   int64_t x_stride;
-  int64_t size;      // in_features of the product
-  int64_t kind;      // RowKind, kRowsBfloat16 or kRowsInt8
-  int64_t capacity;  // most rows that `out` has room for: places the sections below
-  void* out;         // aligned to 64 bytes
+  const int32_t* sources;  // [num_tokens] or null; else row i is made of x's row sources[i]
+  int64_t num_sources;     // rows of x that `sources` may name
+  int64_t size;            // in_features of the product
+  int64_t kind;            // RowKind
+  int64_t capacity;        // most rows that `out` has room for: places the sections below
+  void* out;               // aligned to 64 bytes
 };
 void pack_rows(const PackRowsArgs& a, int64_t begin, int64_t end);
 
 // What `PackRowsArgs::out` holds; rows are padded with zeros to `padded`, a multiple of kGroup.
+//   kRowsFloat32:   float [capacity][padded]
 //   kRowsBfloat16:  bf16 [capacity][padded]
 //   kRowsInt8:      s8 [capacity][padded], then float scale [capacity][groups], then float
 //                   scaled_sum [capacity][groups]; each begins at a multiple of 64 bytes.
@@ -168,13 +209,17 @@ struct PackedRows {
 
   PackedRows(int64_t kind, int64_t capacity, int64_t size)
       : padded((size + kGroup - 1) / kGroup * kGroup), groups(padded / kGroup) {
-    const int64_t values = align(capacity * padded * (kind == kRowsInt8 ? 1 : 2));
+    const int64_t bytes_each = kind == kRowsInt8 ? 1 : kind == kRowsBfloat16 ? 2 : 4;
+    const int64_t values = align(capacity * padded * bytes_each);
     const int64_t floats = kind == kRowsInt8 ? align(capacity * groups * 4) : 0;
     scales_at = values;
     sums_at = values + floats;
     bytes = values + 2 * floats;
   }
 
+  const float* float_row(const void* rows, int64_t row) const {
+    return static_cast<const float*>(rows) + row * padded;
+  }
   const uint16_t* bf16_row(const void* rows, int64_t row) const {
     return static_cast<const uint16_t*>(rows) + row * padded;
   }
@@ -202,7 +247,8 @@ enum WeightKind : int64_t {
   kWeightQ8_0 = 4,
 };
 
-// x times a packed weight, plus a bias.
+// x times a packed weight, plus a bias. With `group_starts`, rows group_starts[g] .. group_starts[g + 1] - 1 are
+// multiplied by the weight that lies g * weight_stride bytes behind `weight`.
 struct LinearArgs {
   const int64_t* num_tokens;
   const void* x;     // float32 [num_tokens, in_features] for kWeightFloat32, else PackedRows
@@ -216,8 +262,54 @@ struct LinearArgs {
   const float* bias;  // [out_features] or null
   float* out;         // [num_tokens, out_features]
   int64_t out_stride;
+  const int32_t* group_starts;  // [num_groups + 1], from 0 to num_tokens, or null: one weight for all
+  int64_t num_groups;
+  int64_t weight_stride;
 };
 void linear_part(const LinearArgs& a, const Team& team);
+
+// ---- mixtures of experts (cpu_experts.cpp) ------------------------------------------------------
+
+// Each token's experts: those of its `top_k` largest logits, the lowest id where two are equal; and what their
+// results are weighed by, the softmax over all logits or, renormalised, over the chosen. See Ops.routed_experts.
+struct RouteArgs {
+  const int64_t* num_tokens;
+  const float* logits;  // [num_tokens, num_experts]
+  int64_t logits_stride;
+  int64_t num_experts;
+  int64_t top_k;  // at most num_experts
+  int64_t is_renormalised;
+  int32_t* experts;  // [num_tokens, top_k], by descending logit
+  float* weights;    // [num_tokens, top_k]
+};
+void route_rows(const RouteArgs& a, int64_t begin, int64_t end);
+
+// Sorts the pairs of tokens and experts by expert; pairs of one expert by token. A row is a place in that order.
+struct SortExpertsArgs {
+  const int64_t* num_tokens;
+  const int32_t* experts;  // [num_tokens, top_k]
+  int64_t num_experts;
+  int64_t top_k;
+  int64_t* num_rows;  // num_tokens * top_k: a live cell for what computes the rows
+  int32_t* starts;    // [num_experts + 1]: first row of each expert, and the end
+  int32_t* tokens;    // [num_rows]: whose row it is
+  int32_t* rows;      // [num_tokens, top_k]: where that pair went
+};
+void sort_experts_part(const SortExpertsArgs& a, const Team& team);
+
+// Each token's rows, weighed and added up in the order of `weights`.
+struct CombineArgs {
+  const int64_t* num_tokens;
+  const float* x;  // [num_tokens * top_k, size]
+  int64_t x_stride;
+  const int32_t* rows;   // [num_tokens, top_k]
+  const float* weights;  // [num_tokens, top_k]
+  int64_t top_k;
+  int64_t size;
+  float* out;  // [num_tokens, size]
+  int64_t out_stride;
+};
+void combine_rows(const CombineArgs& a, int64_t begin, int64_t end);
 
 // ---- sampling (cpu_sampling.cpp) ----------------------------------------------------------------
 

@@ -8,25 +8,39 @@ and in the sources.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from .cpu_linear import PackedWeight, RowKind, WeightKind, pack_gguf_weight, pack_weight
+from .cpu_experts import PackedExperts, stack_packed
+from .cpu_linear import (
+    PackedWeight,
+    RowKind,
+    WeightKind,
+    pack_gguf_weight,
+    pack_weight,
+    padded_size,
+)
 from .cpu_recording import Capacity, Cells, Recording, needed_capacity
 from .cpu_structs import (
     AddArgs,
     Args,
     AttentionArgs,
+    ClampArgs,
+    CombineArgs,
     EmbedArgs,
     GateArgs,
+    GeluArgs,
     Instruction,
+    LayerNormArgs,
     LinearArgs,
     PackRowsArgs,
     RmsNormArgs,
     RotaryArgs,
+    RouteArgs,
     SampleArgs,
+    SortExpertsArgs,
     StoreKVArgs,
     program,
     run_program,
@@ -100,26 +114,45 @@ class CpuOps:
     def linear(self, x: Tensor, packed: PackedWeight) -> Tensor:
         size = packed.in_features
         _require(x.shape[1] == size, f"rows of {x.shape[1]} times a weight of {size} in_features")
-        capacity, tokens = x.shape[0], self._tokens(x)
+        return self._multiply(x, packed, self._tokens(x))
+
+    def _multiply(
+        self,
+        x: Tensor,
+        packed: PackedWeight,
+        num_rows: int,
+        *,
+        sources: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """A product of as many rows as the number at the address ``num_rows`` says.
+
+        Args:
+            sources: ``[max_num_rows]`` int32, which of x's rows each row is; ``None``: the same one.
+            starts: ``[num_groups + 1]`` int32, the first row of each of ``packed``'s weights; ``None``: it is one.
+        """
+        capacity = x.shape[0] if sources is None else sources.shape[0]
         out = self._empty((capacity, packed.out_features))
         address, stride, rows = _rows(x), x.stride(0), None
-        if packed.row_kind != RowKind.FLOAT32:
+        if packed.row_kind != RowKind.FLOAT32 or sources is not None:
             rows = self._empty((self._packed_rows_size(packed, capacity),), torch.uint8)
             self._do(
                 PackRowsArgs(
-                    num_tokens=tokens,
+                    num_tokens=num_rows,
                     x=address,
                     x_stride=stride,
+                    sources=None if sources is None else sources.data_ptr(),
+                    num_sources=x.shape[0],
                     size=packed.in_features,
                     kind=packed.row_kind,
                     capacity=capacity,
                     out=rows.data_ptr(),
                 )
             )
-            address, stride = rows.data_ptr(), 0
+            address, stride = rows.data_ptr(), padded_size(packed.in_features)
         self._do(
             LinearArgs(
-                num_tokens=tokens,
+                num_tokens=num_rows,
                 x=address,
                 x_stride=stride,
                 capacity=capacity,
@@ -131,6 +164,9 @@ class CpuOps:
                 bias=None if packed.bias is None else packed.bias.data_ptr(),
                 out=out.data_ptr(),
                 out_stride=out.stride(0),
+                group_starts=None if starts is None else starts.data_ptr(),
+                num_groups=0 if starts is None else len(starts) - 1,
+                weight_stride=0 if starts is None else packed.data.stride(0),
             )
         )
         return out
@@ -143,6 +179,95 @@ class CpuOps:
 
     def logits(self, x: Tensor, packed: PackedWeight) -> Tensor:
         return self.linear(x, packed)
+
+    # --- mixtures of experts -------------------------------------------------------------------
+
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> PackedExperts:
+        first, second = (
+            stack_packed((self.pack_linear(weight) for weight in weights), num_experts)
+            for weights in (gate_up, down)
+        )
+        packed = PackedExperts(first, second, num_experts)
+        _require_fitting(packed)
+        return packed
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        packed: PackedExperts,
+        *,
+        top_k: int,
+        renormalise: bool,
+    ) -> Tensor:
+        _require_experts(x, router_logits, packed, top_k)
+        experts, weights = self._route(router_logits, top_k, renormalise)
+        num_rows, starts, tokens, rows = self._sort(experts, packed.num_experts)
+        cell = num_rows.data_ptr()
+        gate_up = self._multiply(x, packed.gate_up, cell, sources=tokens, starts=starts)
+        gated = self._gate(gate_up, SILU, cell)
+        return self._combine(self._multiply(gated, packed.down, cell, starts=starts), rows, weights)
+
+    def _route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their weights, ``[num_tokens, top_k]`` int32 and float32."""
+        shape = (logits.shape[0], top_k)
+        experts, weights = self._empty(shape, torch.int32), self._empty(shape)
+        self._do(
+            RouteArgs(
+                num_tokens=self._tokens(logits),
+                logits=_rows(logits),
+                logits_stride=logits.stride(0),
+                num_experts=logits.shape[1],
+                top_k=top_k,
+                is_renormalised=int(renormalise),
+                experts=experts.data_ptr(),
+                weights=weights.data_ptr(),
+            )
+        )
+        return experts, weights
+
+    def _sort(self, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows by expert: their number, each expert's first, each row's token, each token's rows."""
+        num_rows = self._empty((1,), torch.int64)
+        starts = self._empty((num_experts + 1,), torch.int32)
+        tokens = self._empty((experts.numel(),), torch.int32)
+        rows = self._empty(experts.shape, torch.int32)
+        self._do(
+            SortExpertsArgs(
+                num_tokens=self._tokens(experts),
+                experts=experts.data_ptr(),
+                num_experts=num_experts,
+                top_k=experts.shape[1],
+                num_rows=num_rows.data_ptr(),
+                starts=starts.data_ptr(),
+                tokens=tokens.data_ptr(),
+                rows=rows.data_ptr(),
+            )
+        )
+        return num_rows, starts, tokens, rows
+
+    def _combine(self, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """Each token's ``rows [num_tokens, top_k]`` of x, weighed and added up."""
+        out = self._empty((rows.shape[0], x.shape[1]))
+        self._do(
+            CombineArgs(
+                num_tokens=self._tokens(rows),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                rows=rows.data_ptr(),
+                weights=weights.data_ptr(),
+                top_k=rows.shape[1],
+                size=x.shape[1],
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
 
     # --- elementwise ---------------------------------------------------------------------------
 
@@ -168,6 +293,37 @@ class CpuOps:
                 eps=eps,
                 size=x.shape[1],
                 num_heads=1,
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+            )
+        )
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, None, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._layer_norm(x, residual, weight, bias, eps), residual
+
+    def _layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        for vector in (weight,) if bias is None else (weight, bias):
+            _require(len(vector) == x.shape[1], f"a norm of {len(vector)} for rows of {x.shape[1]}")
+        out = self._empty(x.shape)
+        self._do(
+            LayerNormArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                residual=None if residual is None else _rows(residual),
+                residual_stride=0 if residual is None else residual.stride(0),
+                weight=weight.data_ptr(),
+                bias=None if bias is None else bias.data_ptr(),
+                eps=eps,
+                size=x.shape[1],
                 out=out.data_ptr(),
                 out_stride=out.stride(0),
             )
@@ -226,17 +382,45 @@ class CpuOps:
         )
         return out
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        num_heads, dim = x.shape[1:]
+        _require(num_heads == 1 or x.stride(1) == dim, f"heads {x.stride(1)} apart within a limit")
+        self._do(
+            ClampArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                size=num_heads * dim,
+                limit=limit,
+            )
+        )
+        return x
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        self._do(
+            GeluArgs(
+                num_tokens=self._tokens(x),
+                x=_rows(x),
+                x_stride=x.stride(0),
+                size=x.shape[1],
+                is_tanh=is_tanh,
+                out=_rows(x),
+                out_stride=x.stride(0),
+            )
+        )
+        return x
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return self._gate(x, SILU)
+        return self._gate(x, SILU, self._tokens(x))
 
     def gelu_and_mul(self, x: Tensor) -> Tensor:
-        return self._gate(x, GELU)
+        return self._gate(x, GELU, self._tokens(x))
 
-    def _gate(self, x: Tensor, kind: int) -> Tensor:
+    def _gate(self, x: Tensor, kind: int, num_tokens: int) -> Tensor:
         out = self._empty((x.shape[0], x.shape[1] // 2))
         self._do(
             GateArgs(
-                num_tokens=self._tokens(x),
+                num_tokens=num_tokens,
                 x=_rows(x),
                 x_stride=x.stride(0),
                 size=out.shape[1],
@@ -427,9 +611,9 @@ class CpuOps:
         """
         return _RecordedStep(self, forward)
 
-    def record(self, forward: Forward, capacity: Capacity) -> Recording:
+    def record(self, forward: Forward, capacity: Capacity, num_groups: int) -> Recording:
         """Call ``forward`` with room for ``capacity``; its ops are noted and not run."""
-        recording = Recording(capacity)
+        recording = Recording(capacity, num_groups)
         self._recording = recording
         try:
             hidden = forward(recording.token_ids, recording.positions, recording.metadata)
@@ -476,12 +660,15 @@ class _RecordedStep:
         self._forward = forward
         self._recording: Recording | None = None
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+    ) -> Tensor:
         needed = needed_capacity(token_ids, metadata)
         recording = self._recording
         if recording is None or not recording.capacity.holds(needed):
             known = Capacity(0, 0, 0) if recording is None else recording.capacity
-            recording = self._recording = self._ops.record(self._forward, known.grown(needed))
+            grown = known.grown(needed)
+            recording = self._recording = self._ops.record(self._forward, grown, len(metadata))
         return recording.replay(token_ids, positions, metadata, self._ops.run)
 
 
@@ -489,6 +676,20 @@ def _require(is_met: bool, wrong: str) -> None:
     """What torch would refuse, C++ would read past the end of."""
     if not is_met:
         raise ValueError(f"native ops do not compute {wrong}")
+
+
+def _require_fitting(packed: PackedExperts) -> None:
+    hidden, mlp = packed.gate_up.in_features, packed.down.in_features
+    is_fitting = packed.gate_up.out_features == 2 * mlp and packed.down.out_features == hidden
+    shapes = [(half.out_features, half.in_features) for half in packed[:2]]
+    _require(is_fitting, f"experts of {shapes[0]} before {shapes[1]}")
+
+
+def _require_experts(x: Tensor, logits: Tensor, packed: PackedExperts, top_k: int) -> None:
+    size, num_experts = packed.gate_up.in_features, packed.num_experts
+    _require(x.shape[1] == size, f"rows of {x.shape[1]} times experts of {size} in_features")
+    _require(logits.shape == (x.shape[0], num_experts), f"{tuple(logits.shape)} router logits")
+    _require(1 <= top_k <= num_experts, f"{top_k} of {num_experts} experts")
 
 
 def _require_cache(cache: LayerKVCache, heads: Sequence[int], what: str) -> None:

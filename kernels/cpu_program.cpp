@@ -42,6 +42,10 @@ void run_tokens(const Instruction& step, int64_t begin, int64_t end) {
       return rms_norm_rows(as<RmsNormArgs>(step.args), begin, end);
     case kAdd:
       return add_rows(as<AddArgs>(step.args), begin, end);
+    case kLayerNorm:
+      return layer_norm_rows(as<LayerNormArgs>(step.args), begin, end);
+    case kGelu:
+      return gelu_rows(as<GeluArgs>(step.args), begin, end);
     case kGate:
       return gate_rows(as<GateArgs>(step.args), begin, end);
     case kRotary:
@@ -50,6 +54,12 @@ void run_tokens(const Instruction& step, int64_t begin, int64_t end) {
       return store_kv(as<StoreKVArgs>(step.args), begin, end);
     case kPackRows:
       return pack_rows(as<PackRowsArgs>(step.args), begin, end);
+    case kRoute:
+      return route_rows(as<RouteArgs>(step.args), begin, end);
+    case kCombine:
+      return combine_rows(as<CombineArgs>(step.args), begin, end);
+    case kClamp:
+      return clamp_rows(as<ClampArgs>(step.args), begin, end);
   }
 }
 
@@ -62,6 +72,10 @@ const int64_t* num_tokens(const Instruction& step) {
       return as<RmsNormArgs>(step.args).num_tokens;
     case kAdd:
       return as<AddArgs>(step.args).num_tokens;
+    case kLayerNorm:
+      return as<LayerNormArgs>(step.args).num_tokens;
+    case kGelu:
+      return as<GeluArgs>(step.args).num_tokens;
     case kGate:
       return as<GateArgs>(step.args).num_tokens;
     case kRotary:
@@ -70,6 +84,12 @@ const int64_t* num_tokens(const Instruction& step) {
       return as<StoreKVArgs>(step.args).num_tokens;
     case kPackRows:
       return as<PackRowsArgs>(step.args).num_tokens;
+    case kRoute:
+      return as<RouteArgs>(step.args).num_tokens;
+    case kCombine:
+      return as<CombineArgs>(step.args).num_tokens;
+    case kClamp:
+      return as<ClampArgs>(step.args).num_tokens;
     default:
       return nullptr;
   }
@@ -83,6 +103,8 @@ void run_part(const Instruction& step, const Team& team) {
       return linear_part(as<LinearArgs>(step.args), team);
     case kSample:
       return sample_part(as<SampleArgs>(step.args), team);
+    case kSortExperts:
+      return sort_experts_part(as<SortExpertsArgs>(step.args), team);
   }
 }
 
@@ -155,6 +177,12 @@ const LayoutEntry kLayout[] = {
     KIND(kLinear),
     KIND(kSample),
     KIND(kAdd),
+    KIND(kLayerNorm),
+    KIND(kGelu),
+    KIND(kRoute),
+    KIND(kSortExperts),
+    KIND(kCombine),
+    KIND(kClamp),
 
     STRUCT(Instruction),
     FIELD(Instruction, kind),
@@ -192,6 +220,28 @@ const LayoutEntry kLayout[] = {
     FIELD(AddArgs, residual),
     FIELD(AddArgs, out),
     FIELD(AddArgs, out_stride),
+
+    STRUCT(LayerNormArgs),
+    FIELD(LayerNormArgs, num_tokens),
+    FIELD(LayerNormArgs, x),
+    FIELD(LayerNormArgs, x_stride),
+    FIELD(LayerNormArgs, residual),
+    FIELD(LayerNormArgs, residual_stride),
+    FIELD(LayerNormArgs, weight),
+    FIELD(LayerNormArgs, bias),
+    FIELD(LayerNormArgs, eps),
+    FIELD(LayerNormArgs, size),
+    FIELD(LayerNormArgs, out),
+    FIELD(LayerNormArgs, out_stride),
+
+    STRUCT(GeluArgs),
+    FIELD(GeluArgs, num_tokens),
+    FIELD(GeluArgs, x),
+    FIELD(GeluArgs, x_stride),
+    FIELD(GeluArgs, size),
+    FIELD(GeluArgs, is_tanh),
+    FIELD(GeluArgs, out),
+    FIELD(GeluArgs, out_stride),
 
     STRUCT(GateArgs),
     FIELD(GateArgs, num_tokens),
@@ -253,6 +303,8 @@ const LayoutEntry kLayout[] = {
     FIELD(PackRowsArgs, num_tokens),
     FIELD(PackRowsArgs, x),
     FIELD(PackRowsArgs, x_stride),
+    FIELD(PackRowsArgs, sources),
+    FIELD(PackRowsArgs, num_sources),
     FIELD(PackRowsArgs, size),
     FIELD(PackRowsArgs, kind),
     FIELD(PackRowsArgs, capacity),
@@ -271,6 +323,47 @@ const LayoutEntry kLayout[] = {
     FIELD(LinearArgs, bias),
     FIELD(LinearArgs, out),
     FIELD(LinearArgs, out_stride),
+    FIELD(LinearArgs, group_starts),
+    FIELD(LinearArgs, num_groups),
+    FIELD(LinearArgs, weight_stride),
+
+    STRUCT(RouteArgs),
+    FIELD(RouteArgs, num_tokens),
+    FIELD(RouteArgs, logits),
+    FIELD(RouteArgs, logits_stride),
+    FIELD(RouteArgs, num_experts),
+    FIELD(RouteArgs, top_k),
+    FIELD(RouteArgs, is_renormalised),
+    FIELD(RouteArgs, experts),
+    FIELD(RouteArgs, weights),
+
+    STRUCT(SortExpertsArgs),
+    FIELD(SortExpertsArgs, num_tokens),
+    FIELD(SortExpertsArgs, experts),
+    FIELD(SortExpertsArgs, num_experts),
+    FIELD(SortExpertsArgs, top_k),
+    FIELD(SortExpertsArgs, num_rows),
+    FIELD(SortExpertsArgs, starts),
+    FIELD(SortExpertsArgs, tokens),
+    FIELD(SortExpertsArgs, rows),
+
+    STRUCT(CombineArgs),
+    FIELD(CombineArgs, num_tokens),
+    FIELD(CombineArgs, x),
+    FIELD(CombineArgs, x_stride),
+    FIELD(CombineArgs, rows),
+    FIELD(CombineArgs, weights),
+    FIELD(CombineArgs, top_k),
+    FIELD(CombineArgs, size),
+    FIELD(CombineArgs, out),
+    FIELD(CombineArgs, out_stride),
+
+    STRUCT(ClampArgs),
+    FIELD(ClampArgs, num_tokens),
+    FIELD(ClampArgs, x),
+    FIELD(ClampArgs, x_stride),
+    FIELD(ClampArgs, size),
+    FIELD(ClampArgs, limit),
 
     STRUCT(SampleArgs),
     FIELD(SampleArgs, num_rows),

@@ -24,6 +24,12 @@ enum OpKind : int64_t {
   kLinear = 7,
   kSample = 8,
   kAdd = 9,
+  kLayerNorm = 20,
+  kGelu = 21,
+  kRoute = 30,
+  kSortExperts = 31,
+  kCombine = 32,
+  kClamp = 33,
 };
 
 enum RunResult : int64_t { kDone = 0, kOutOfMemory = 1 };

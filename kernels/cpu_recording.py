@@ -89,7 +89,7 @@ class Capacity(NamedTuple):
 class Recording:
     """A forward pass as a program."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, num_groups: int) -> None:
         num_tokens, num_rows, table_entries = capacity
         self.capacity = capacity
         self.cells = Cells()
@@ -99,16 +99,21 @@ class Recording:
         """What the instructions point at and nobody else keeps."""
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int64)
         self.positions = torch.zeros(num_tokens, dtype=torch.int64)
-        self.metadata = AttentionMetadata(
-            query_start_loc=torch.zeros(num_rows + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(num_rows, dtype=torch.int32),
-            block_tables=torch.zeros((1, table_entries), dtype=torch.int32),
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
-            query_lens_host=(),
-            seq_lens_host=(),
-            max_query_len=num_tokens,
-            max_seq_len=0,
-        )
+        self.query_start_loc = torch.zeros(num_rows + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(num_rows, dtype=torch.int32)
+        self.metadata = [
+            AttentionMetadata(
+                query_start_loc=self.query_start_loc,
+                seq_lens=self.seq_lens,
+                block_tables=torch.zeros((1, table_entries), dtype=torch.int32),
+                slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+                query_lens_host=(),
+                seq_lens_host=(),
+                max_query_len=num_tokens,
+                max_seq_len=0,
+            )
+            for _ in range(num_groups)
+        ]
         self._hidden: Tensor | None = None
         self._program: ctypes.Array[Instruction] | None = None
 
@@ -124,27 +129,35 @@ class Recording:
         self._program = program(self.steps)
 
     def replay(
-        self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, run: Run
+        self, token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata], run: Run
     ) -> Tensor:
-        """Compute a step. The result is overwritten by the next one."""
+        """Compute a step. The result is overwritten by the next one.
+
+        Raises:
+            ValueError: the groups' block tables differ in shape.
+        """
         if self._hidden is None or self._program is None:
             raise RuntimeError("a recording is replayed before it is finished")
-        num_tokens, num_rows = len(token_ids), len(metadata.seq_lens)
-        tables = metadata.block_tables
+        rows = metadata[0]
+        num_tokens, num_rows, shape = len(token_ids), len(rows.seq_lens), rows.block_tables.shape
         self.token_ids[:num_tokens] = token_ids
         self.positions[:num_tokens] = positions
-        mine = self.metadata
-        mine.slot_mapping[:num_tokens] = metadata.slot_mapping
-        mine.query_start_loc[: num_rows + 1] = metadata.query_start_loc
-        mine.seq_lens[:num_rows] = metadata.seq_lens
-        mine.block_tables[0, : tables.numel()] = tables.reshape(-1)
-        self.cells.set(num_tokens, num_rows, tables.shape[1])
+        self.query_start_loc[: num_rows + 1] = rows.query_start_loc
+        self.seq_lens[:num_rows] = rows.seq_lens
+        for mine, given in zip(self.metadata, metadata, strict=True):
+            tables = given.block_tables
+            if tables.shape != shape:
+                raise ValueError(f"block tables of {tables.shape} and {shape} in one step")
+            mine.slot_mapping[:num_tokens] = given.slot_mapping
+            mine.block_tables[0, : tables.numel()] = tables.reshape(-1)
+        self.cells.set(num_tokens, num_rows, shape[1])
         run(self._program)
         return self._hidden[:num_tokens]
 
 
-def needed_capacity(token_ids: Tensor, metadata: AttentionMetadata) -> Capacity:
-    return Capacity(len(token_ids), len(metadata.seq_lens), metadata.block_tables.numel())
+def needed_capacity(token_ids: Tensor, metadata: Sequence[AttentionMetadata]) -> Capacity:
+    rows = metadata[0]
+    return Capacity(len(token_ids), len(rows.seq_lens), rows.block_tables.numel())
 
 
 def _power_of_two(number: int) -> int:

@@ -25,6 +25,12 @@ class OpKind(IntEnum):
     LINEAR = 7
     SAMPLE = 8
     ADD = 9
+    LAYER_NORM = 20
+    GELU = 21
+    ROUTE = 30
+    SORT_EXPERTS = 31
+    COMBINE = 32
+    CLAMP = 33
 
 
 DONE = 0
@@ -35,10 +41,15 @@ TOKENWISE = frozenset(
         OpKind.EMBED,
         OpKind.RMS_NORM,
         OpKind.ADD,
+        OpKind.LAYER_NORM,
+        OpKind.GELU,
         OpKind.GATE,
         OpKind.ROTARY,
         OpKind.STORE_KV,
         OpKind.PACK_ROWS,
+        OpKind.ROUTE,
+        OpKind.COMBINE,
+        OpKind.CLAMP,
     )
 )
 """Ops that do each token by itself: neighbours run without a barrier between them."""
@@ -90,6 +101,36 @@ class AddArgs(Args):
         ("factor", c_float),
         ("size", c_int64),
         ("residual", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class LayerNormArgs(Args):
+    op = OpKind.LAYER_NORM
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("residual", c_void_p),
+        ("residual_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("eps", c_float),
+        ("size", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class GeluArgs(Args):
+    op = OpKind.GELU
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("size", c_int64),
+        ("is_tanh", c_int64),
         ("out", c_void_p),
         ("out_stride", c_int64),
     )
@@ -173,6 +214,8 @@ class PackRowsArgs(Args):
         ("num_tokens", c_void_p),
         ("x", c_void_p),
         ("x_stride", c_int64),
+        ("sources", c_void_p),
+        ("num_sources", c_int64),
         ("size", c_int64),
         ("kind", c_int64),
         ("capacity", c_int64),
@@ -195,6 +238,52 @@ class LinearArgs(Args):
         ("bias", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_int64),
+        ("group_starts", c_void_p),
+        ("num_groups", c_int64),
+        ("weight_stride", c_int64),
+    )
+
+
+class RouteArgs(Args):
+    op = OpKind.ROUTE
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("is_renormalised", c_int64),
+        ("experts", c_void_p),
+        ("weights", c_void_p),
+    )
+
+
+class SortExpertsArgs(Args):
+    op = OpKind.SORT_EXPERTS
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("experts", c_void_p),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("num_rows", c_void_p),
+        ("starts", c_void_p),
+        ("tokens", c_void_p),
+        ("rows", c_void_p),
+    )
+
+
+class CombineArgs(Args):
+    op = OpKind.COMBINE
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("rows", c_void_p),
+        ("weights", c_void_p),
+        ("top_k", c_int64),
+        ("size", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
     )
 
 
@@ -212,6 +301,17 @@ class SampleArgs(Args):
         ("seed", c_void_p),
         ("position", c_void_p),
         ("out", c_void_p),
+    )
+
+
+class ClampArgs(Args):
+    op = OpKind.CLAMP
+    _fields_ = (
+        ("num_tokens", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("size", c_int64),
+        ("limit", c_float),
     )
 
 

@@ -8,7 +8,7 @@ contiguous memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -67,7 +67,7 @@ class AttentionMetadata:
 
     query_start_loc: Tensor  # [num_rows + 1] int32
     seq_lens: Tensor  # [num_rows] int32, computed tokens including this step's
-    block_tables: Tensor  # [num_rows, max_num_blocks] int32; past a row's last block: its first id
+    block_tables: Tensor  # [num_rows, max_num_blocks] int32; past a row's last block: its last id
     slot_mapping: Tensor  # [num_tokens] int64; -1: do not store
     query_lens_host: Sequence[int]
     seq_lens_host: Sequence[int]
@@ -76,8 +76,12 @@ class AttentionMetadata:
     num_decode_rows: int = 0  # the first rows with one query token each
 
 
-Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
-"""Token ids and positions ``[num_tokens] int64``, metadata → hidden states ``[num_tokens, hidden_size]``."""
+Forward = Callable[[Tensor, Tensor, Sequence[AttentionMetadata]], Tensor]
+"""Token ids and positions ``[num_tokens] int64``, metadata → hidden states ``[num_tokens, hidden_size]``.
+
+There is one metadata for each KV group. All describe the same rows: they differ in ``slot_mapping`` and in the
+numbers, not in the shape, of ``block_tables``.
+"""
 
 
 def dense(weight: Tensor | QuantizedRows) -> Tensor:
@@ -153,8 +157,46 @@ class Ops(Protocol):
         up to 1/16, and near ties between tokens become exact ones.
         """
 
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> Any:
+        """Prepare one layer's experts for :meth:`routed_experts`, once.
+
+        Each argument is gone through once, ``gate_up`` first, so that weights may be read one by one.
+
+        Args:
+            gate_up: of each expert by id, ``[2 * mlp, hidden]``: the gate's rows, then the up projection's.
+            down: of each expert by id, ``[hidden, mlp]``.
+            num_experts: how many either gives; all that one of them gives are alike in type and shape.
+        """
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        """A mixture of experts: each token's ``top_k`` likeliest, weighed (Shazeer et al., 2017, section 2.1).
+
+        An expert computes ``down(silu(gate(x)) * up(x))``. A token goes to the experts with its ``top_k``
+        largest logits, the lowest ids where logits are equal; their results are weighed by the softmax over
+        all logits, in float32, and added up.
+
+        Args:
+            x: ``[num_tokens, hidden]``.
+            router_logits: ``[num_tokens, num_experts]``.
+            packed: from :meth:`pack_experts`.
+            renormalise: a token's weights are divided by their sum, which is the softmax over the chosen.
+
+        Returns:
+            ``[num_tokens, hidden]``, x's dtype.
+        """
+
     def pack_vector(self, vector: Tensor) -> Tensor:
-        """Prepare a norm's weight ``[size]``, once."""
+        """Prepare a norm's weight or bias ``[size]``, once.
+
+        It may be float32 beside narrower activations: one that is close to 1 loses digits when rounded.
+        """
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """Rows ``token_ids [num_tokens] int64`` of ``table [vocab_size, hidden_size]``.
@@ -171,6 +213,14 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """``(rms_norm(x + residual), x + residual)``; ``residual`` may be overwritten."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Layer norm over the last dimension, in float32 (Ba et al., 2016)."""
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``(layer_norm(x + residual), x + residual)``; ``residual`` may be overwritten."""
 
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
@@ -190,6 +240,13 @@ class Ops(Protocol):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``x + residual``, both ``[num_tokens, size]``; ``residual`` may be overwritten."""
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        """``x [num_tokens, num_heads, head_dim]`` within ``-limit .. limit``; NaN stays. May be overwritten."""
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        """GELU without a gate (Hendrycks & Gimpel, 2016): the normal distribution's, or with ``is_tanh`` its
+        tanh approximation. ``x [num_tokens, size]`` may be overwritten."""
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """``x [num_tokens, 2 * d]`` → ``silu(x[:, :d]) * x[:, d:]  [num_tokens, d]``."""
@@ -274,7 +331,8 @@ class Ops(Protocol):
         Args:
             q: ``[num_tokens, num_q_heads, head_dim]``.
             scale: multiplies ``q · k``.
-            window: a query sees itself and the ``window - 1`` tokens before it.
+            window: a query sees itself and the ``window - 1`` tokens before it. Blocks that no query
+                of a row sees may be another's by now, and hold anything: they are not read.
             soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2).
             sinks: ``[num_q_heads]`` logits that join each head's softmax, with no value behind them
                 (gpt-oss; Xiao et al., 2023, arXiv 2309.17453). Neither scaled nor capped.

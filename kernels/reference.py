@@ -6,7 +6,7 @@ Computes in float32 wherever rounding matters and rounds once, at the end. Uses 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,13 @@ class ReferenceLinear(NamedTuple):
     bias: Tensor | None  # [out_features]
 
 
+class ReferenceExperts(NamedTuple):
+    """A layer's experts as they came, by id."""
+
+    gate_up: list[Tensor]  # [2 * mlp, hidden] each
+    down: list[Tensor]  # [hidden, mlp] each
+
+
 class ReferenceOps:
     """Implements :class:`~.ops.Ops`; see there for every contract."""
 
@@ -56,6 +63,33 @@ class ReferenceOps:
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return functional.linear(x.float(), packed.float())
 
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> ReferenceExperts:
+        return ReferenceExperts([dense(w) for w in gate_up], [dense(w) for w in down])
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        for token in range(x.shape[0]):
+            logits = router_logits[token].float()
+            chosen = torch.sort(logits, descending=True, stable=True).indices[:top_k]
+            weights = torch.softmax(logits, dim=0)[chosen]
+            if renormalise:
+                weights = weights / weights.sum()
+            results = [self._expert(x[token].float(), packed, expert) for expert in chosen.tolist()]
+            out[token] = weights @ torch.stack(results)
+        return out
+
+    def _expert(self, x: Tensor, packed: ReferenceExperts, expert: int) -> Tensor:
+        """``x [hidden]`` float32 → the same."""
+        gate_up = functional.linear(x, packed.gate_up[expert].float())
+        return functional.linear(self.silu_and_mul(gate_up), packed.down[expert].float())
+
     def pack_vector(self, vector: Tensor) -> Tensor:
         return vector
 
@@ -73,6 +107,18 @@ class ReferenceOps:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        centred = x.float() - x.float().mean(dim=-1, keepdim=True)
+        scale = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+        out = centred * scale * weight.float()
+        return (out if bias is None else out + bias.float()).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
+
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -87,6 +133,13 @@ class ReferenceOps:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp(-limit, limit)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        approximate = "tanh" if is_tanh else "none"
+        return functional.gelu(x.float(), approximate=approximate).to(x.dtype)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)

@@ -7,25 +7,33 @@ from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 
+MAX_OWNERS = 64
+"""Between two calls of :meth:`StepMemo.clear`; the oldest are forgotten."""
+
 
 class StepMemo(Generic[Value]):
-    """What every layer of a step derives alike from the step's tensors, computed by the first.
+    """What layers of a step derive alike from the step's tensors, computed by the first of them.
 
-    Keyed by the identity of the arguments, which are kept alive until the next step's come. Whoever
+    Keyed by the identity of the arguments, which are kept alive until the step is over. Whoever
     changes such a tensor in place must pass it as another object.
     """
 
     def __init__(self) -> None:
-        self._owners: tuple[object, ...] = ()
-        self._values: dict[object, Value] = {}
+        self._entries: dict[tuple[int, ...], tuple[tuple[object, ...], dict[object, Value]]] = {}
 
     def get(self, owners: tuple[object, ...], key: object, compute: Callable[[], Value]) -> Value:
         """The value for ``key`` under ``owners``, compared by identity."""
-        same = len(owners) == len(self._owners) and all(
-            a is b for a, b in zip(owners, self._owners, strict=True)
-        )
-        if not same:
-            self._owners, self._values = owners, {}
-        if key not in self._values:
-            self._values[key] = compute()
-        return self._values[key]
+        identity = tuple(map(id, owners))
+        entry = self._entries.get(identity)
+        if entry is None:
+            if len(self._entries) == MAX_OWNERS:
+                del self._entries[next(iter(self._entries))]
+            entry = self._entries[identity] = (owners, {})
+        values = entry[1]
+        if key not in values:
+            values[key] = compute()
+        return values[key]
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._entries.clear()

@@ -5,14 +5,14 @@ Uses the default KV layout ``[num_blocks, block_size, num_kv_heads, head_dim]``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import torch_linear, torch_sampling
+from . import torch_experts, torch_linear, torch_sampling
 from .attention_plan import AttentionGroup, plan_attention
 from .kv_store import StorePlan, allocate_kv_cache, move_blocks, plan_store
 from .ops import (
@@ -54,6 +54,20 @@ class TorchOps:
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
 
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> Any:
+        return torch_experts.pack_experts(gate_up, down)
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        ids, weights = torch_experts.route(router_logits, top_k, renormalise)
+        return torch_experts.mix(x, ids, weights, packed)
+
     def pack_vector(self, vector: Tensor) -> Tensor:
         return vector
 
@@ -61,13 +75,25 @@ class TorchOps:
         return table[token_ids]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps).to(x.dtype)
+        wide, weight = _alike(x, weight)
+        return functional.rms_norm(wide, (x.shape[-1],), weight, eps).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         residual = residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide, weight = _alike(x, weight)
+        bias = None if bias is None else bias.to(weight.dtype)
+        return functional.layer_norm(wide, (x.shape[-1],), weight, bias, eps).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = residual.add_(x)
+        return self.layer_norm(residual, weight, bias, eps), residual
 
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
@@ -84,6 +110,12 @@ class TorchOps:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.add_(x)
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        return functional.gelu(x, approximate="tanh" if is_tanh else "none")
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
@@ -95,9 +127,7 @@ class TorchOps:
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = self._angles.get(
-            (positions, cos_sin), None, lambda: _full_angles(cos_sin, positions)
-        )
+        cos, sin = self._angles.get((positions,), cos_sin, lambda: _full_angles(cos_sin, positions))
         num_q_heads, rotary_dim = q.shape[1], cos.shape[-1]
         heads = torch.cat((q, k), dim=1)
         wide = heads[..., :rotary_dim].float()
@@ -193,12 +223,30 @@ class TorchOps:
                 move_blocks(source, target, src, dst)
 
     def record_step(self, forward: Forward) -> Forward:
-        return forward
+        """``forward``, after which nothing is kept of what its ops have derived alike."""
+
+        def step(
+            token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+        ) -> Tensor:
+            try:
+                return forward(token_ids, positions, metadata)
+            finally:
+                self._attention_plans.clear()
+                self._store_plans.clear()
+                self._angles.clear()
+
+        return step
 
     def sample(
         self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
     ) -> Tensor:
         return torch_sampling.sample(logits, params)
+
+
+def _alike(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider one's type, as torch's fused norms want them."""
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return x.to(dtype), weight.to(dtype)
 
 
 def _full_angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -174,6 +174,10 @@ class TritonAttention:
         )
         self(tokens.zero_(), cache, metadata, **options)  # type: ignore[arg-type]
 
+    def forget_plans(self) -> None:
+        """The step is over."""
+        self._plans.clear()
+
     def _layer(self, q: Tensor, cache: LayerKVCache) -> _Layer:
         _check(q, cache)
         prefill, decode = (self._tile(phase, q, cache) for phase in (PREFILL, DECODE))
@@ -191,7 +195,7 @@ class TritonAttention:
         prefill, decode = (shape_of(tile, layer.group) for tile in (layer.prefill, layer.decode))
         split = split_rule(self._gpu.num_sms, layer.programs_in(layer.decode))
         return self._plans.get(
-            (metadata,),
+            (metadata.seq_lens,),  # which the groups of a step share
             (prefill, decode, split, window),
             lambda: plan_attention(
                 metadata.query_lens_host,

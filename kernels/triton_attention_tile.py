@@ -19,13 +19,12 @@ import math
 import triton
 import triton.language as tl
 
+from .triton_product import product
+
 LOWEST = tl.constexpr(-1.0e30)
 """Stands for "no score yet": finite, so that the difference of two is a number."""
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-
-WIDEN_PRODUCTS = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter multiplies bfloat16 as the integers that hold their bits."""
 
 
 # The table's width changes from step to step.
@@ -97,7 +96,7 @@ def attention_kernel(
         is_loaded = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         key = _as(tl.load(key_ptr + cells, mask=is_loaded, other=0.0), q.dtype, IS_FP8_BITS)
         value = _as(tl.load(value_ptr + cells, mask=is_loaded, other=0.0), q.dtype, IS_FP8_BITS)
-        scores = _product(q, tl.trans(key)) * score_scale
+        scores = product(q, tl.trans(key)) * score_scale
         if HAS_SOFT_CAP:
             scores = soft_cap * _tanh(scores)
         scores = _masked(
@@ -154,7 +153,7 @@ def _take(acc, top, total, scores, value):
     weights = tl.exp2(scores - new_top[:, None])
     decay = tl.exp2(top - new_top)
     total = total * decay + tl.sum(weights, 1)
-    acc = _product(weights.to(value.dtype), value, acc * decay[:, None])
+    acc = product(weights.to(value.dtype), value, acc * decay[:, None])
     return acc, new_top, total
 
 
@@ -202,14 +201,6 @@ def _masked(
             is_seen = is_seen & (keys[None, :] > position[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
     return scores
-
-
-@triton.jit
-def _product(a, b, acc=None):
-    """``acc + a @ b`` in float32: float32 is not rounded to TF32."""
-    if WIDEN_PRODUCTS:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

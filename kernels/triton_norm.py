@@ -1,4 +1,4 @@
-"""RMS norm in Triton, with the residual's addition in the same pass over memory.
+"""RMS norm and layer norm in Triton, with the residual's addition in the same pass over memory.
 
 One program a row, which stays in registers; rows of any length by masks. Rounds where the oracle does: the
 sum once to its type, the result once to its own.
@@ -19,10 +19,11 @@ MAX_SIZE = 1 << 16
 
 
 @triton.jit
-def rms_norm_kernel(
+def norm_kernel(
     x_ptr,  # [num_rows, SIZE], rows x_stride apart
     residual_ptr,  # [num_rows, SIZE], rows residual_stride apart, overwritten; as HAS_RESIDUAL
     weight_ptr,  # [SIZE]
+    bias_ptr,  # [SIZE]; as HAS_BIAS
     out_ptr,  # [num_rows, SIZE], contiguous
     x_stride,
     residual_stride,
@@ -30,6 +31,8 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CENTRED: tl.constexpr,  # layer norm: less the mean
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -41,10 +44,14 @@ def rms_norm_kernel(
         total = (x + before).to(residual_ptr.dtype.element_ty)
         tl.store(place, total, mask=is_inside)
         x = total.to(tl.float32)
+    if IS_CENTRED:
+        x = tl.where(is_inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * SIZE + columns, out, mask=is_inside)
+    out = x * scale * weight
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -67,7 +74,7 @@ def norm_heads_kernel(
     tl.store(heads_ptr + row + columns, out, mask=is_inside)
 
 
-def rms_norm_launch(size: int) -> dict[str, int]:
+def norm_launch(size: int) -> dict[str, int]:
     """Constants of a launch over rows of ``size`` numbers."""
     block = triton.next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, min(16, block // 512))}
@@ -75,31 +82,54 @@ def rms_norm_launch(size: int) -> dict[str, int]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :meth:`~.ops.Ops.rms_norm`; ``x [num_rows, size]``, rows any distance apart."""
-    return _norm(x, None, weight, eps)
+    return _norm(x, None, weight, None, eps, is_centred=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See :meth:`~.ops.Ops.add_rms_norm`; ``residual [num_rows, size]`` is overwritten."""
-    return _norm(x, residual, weight, eps), residual
+    return _norm(x, residual, weight, None, eps, is_centred=False), residual
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See :meth:`~.ops.Ops.layer_norm`; ``x [num_rows, size]``, rows any distance apart."""
+    return _norm(x, None, weight, bias, eps, is_centred=True)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See :meth:`~.ops.Ops.add_layer_norm`; ``residual [num_rows, size]`` is overwritten."""
+    return _norm(x, residual, weight, bias, eps, is_centred=True), residual
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    is_centred: bool,
+) -> Tensor:
     num_rows, size = x.shape
     if size > MAX_SIZE:
         raise ValueError(f"a norm over {size} numbers; the Triton kernel holds {MAX_SIZE}")
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
-        rms_norm_kernel[(num_rows,)](
+        norm_kernel[(num_rows,)](
             x,
             residual,
             weight,
+            bias,
             out,
             x.stride(0),
             0 if residual is None else residual.stride(0),
             eps,
             HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None,
+            IS_CENTRED=is_centred,
             enable_fp_fusion=True,
-            **rms_norm_launch(size),
+            **norm_launch(size),
         )
     return out
 
@@ -120,5 +150,5 @@ def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
             heads.stride(1),
             eps,
             enable_fp_fusion=True,
-            **rms_norm_launch(len(weight)),
+            **norm_launch(len(weight)),
         )

@@ -7,7 +7,7 @@ it runs on a CPU, for tests.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from . import (
     sync_free_sampling,
     torch_linear,
     triton_activation,
+    triton_experts,
     triton_kv_store,
     triton_norm,
 )
@@ -55,6 +56,7 @@ class TritonOps:
         self.reads_host = reads_registered_memory(device)
         """Whether kernels move blocks to and from pinned host memory; else copies do."""
         self._attention = TritonAttention(gpu)
+        self._mixture = triton_experts.TritonMixture(gpu, warms_up=device.type == "cuda")
         self._warmed_up: set[object] = set()
 
     def check(self) -> None:
@@ -83,6 +85,19 @@ class TritonOps:
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
 
+    def pack_experts(
+        self,
+        gate_up: Iterable[Tensor | QuantizedRows],
+        down: Iterable[Tensor | QuantizedRows],
+        num_experts: int,
+    ) -> Any:
+        return triton_experts.pack_experts(gate_up, down)
+
+    def routed_experts(
+        self, x: Tensor, router_logits: Tensor, packed: Any, *, top_k: int, renormalise: bool
+    ) -> Tensor:
+        return self._mixture(x, router_logits, packed, top_k, renormalise)
+
     def pack_vector(self, vector: Tensor) -> Tensor:
         return vector.contiguous()
 
@@ -99,6 +114,14 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         return triton_norm.add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return triton_norm.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return triton_norm.add_layer_norm(x, residual, weight, bias, eps)
+
     def qk_norm(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -111,6 +134,12 @@ class TritonOps:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.add_(x)
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        return triton_activation.gelu(x, is_tanh=is_tanh)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return triton_activation.silu_and_mul(x)
@@ -210,7 +239,17 @@ class TritonOps:
         return pinned.to(self._device, non_blocking=True)
 
     def record_step(self, forward: Forward) -> Forward:
-        return forward
+        """``forward``, after which the attention plans of its step are forgotten."""
+
+        def step(
+            token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+        ) -> Tensor:
+            try:
+                return forward(token_ids, positions, metadata)
+            finally:
+                self._attention.forget_plans()
+
+        return step
 
     # --- logits --------------------------------------------------------------------------------
 

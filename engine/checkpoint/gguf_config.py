@@ -55,7 +55,7 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
         num_kv_heads=fields.size("attention.head_count_kv", num_q_heads),
         head_dim=head_dim,
         intermediate_size=fields.size("feed_forward_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rms_norm_eps=_norm_eps(fields),
         rope=rope,
         max_position_embeddings=window_of(rope, fields.size("context_length")),
         tie_word_embeddings="output.weight" not in file.tensors,
@@ -66,6 +66,12 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
         sliding_window=None,
         **_storage(file),
     )
+
+
+def _norm_eps(fields: Fields) -> float:
+    """Models with layer norms write it otherwise."""
+    key = "attention.layer_norm_epsilon"
+    return fields.number(key if fields.get(key) else "attention.layer_norm_rms_epsilon")
 
 
 def _architecture(file: GGUFFile, fields: Fields) -> str:

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from ..errors import CheckpointError
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+GATES = ("silu", "gelu_pytorch_tanh")
+UNGATED = ("gelu", "gelu_pytorch_tanh")
 DEFAULT_ROPE_THETA = 10000.0
 MAX_LAYERS = 1024
+MAX_EXPERTS = 1024  # of a layer
 MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
 
 
@@ -39,11 +41,22 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class ExpertSpec:
+    """A layer's mixture of experts in place of one feed-forward."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    intermediate_size: int  # of one expert
+    renormalise: bool  # the weights of a token's experts add up to 1
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What one decoder layer may do otherwise than its neighbours."""
 
     rope: RopeSpec | None  # None: queries and keys are not rotated
     window: int | None  # tokens that a query sees, itself included; None: all before it
+    experts: ExpertSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     attention_bias: bool  # of q, k and v
     mlp_bias: bool
-    hidden_act: str  # of the gate: one of ACTIVATIONS
+    hidden_act: str  # of the gate: one of GATES; without a gate: one of UNGATED
     sliding_window: int | None  # tokens that a query sees, itself included
     dtype: str  # "float32", "bfloat16" or "float16": what the weights were saved in
     is_quantized: bool = False
@@ -77,10 +90,16 @@ class ModelSpec:
     attention_out_bias: bool = False
     has_fused_tensors: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
     norms: Literal["pre", "post", "both"] = "pre"  # around attention and feed-forward
+    norm_kind: Literal["rms", "layer"] = "rms"  # layer norms have biases
     norm_offset: float = 0.0  # a norm's weight is what the checkpoint holds plus this
     qk_norm: Literal["head", "token"] | None = (
         None  # of each head; of all heads of a token together
     )
+    qkv_limit: float | None = None  # queries, keys and values are cut to -limit .. limit
+    is_parallel: bool = (
+        False  # attention and feed-forward look at the same sum, and both are added to it
+    )
+    has_gate: bool = True  # in the feed-forward; else it is down(act(up(x)))
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
     embedding_scale: float = 1.0
@@ -115,10 +134,25 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     for layer in (spec.layer(index) for index in range(spec.num_layers)):
         if layer.rope is not None:
             _check_rope(layer.rope, spec.head_dim, where)
-    if spec.hidden_act not in ACTIVATIONS:
+        if layer.experts is not None:
+            _check_experts(layer.experts, spec, where)
+    known = GATES if spec.has_gate else UNGATED
+    if spec.hidden_act not in known:
         raise CheckpointError(
-            f"{where}: hidden_act {spec.hidden_act} is not supported; octavo knows "
-            f"{', '.join(ACTIVATIONS)}."
+            f"{where}: hidden_act {spec.hidden_act} is not supported for {spec.architecture}; "
+            f"octavo knows {', '.join(known)}."
+        )
+
+
+def _check_experts(experts: ExpertSpec, spec: ModelSpec, where: str) -> None:
+    if experts.top_k > experts.num_experts or experts.num_experts > MAX_EXPERTS:
+        raise CheckpointError(
+            f"{where}: {experts.top_k} of {experts.num_experts} experts; octavo needs as many as are "
+            f"chosen, and at most {MAX_EXPERTS}."
+        )
+    if spec.hidden_act != "silu":
+        raise CheckpointError(
+            f"{where}: hidden_act {spec.hidden_act} is not supported in experts; silu is."
         )
 
 

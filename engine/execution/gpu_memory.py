@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.ops import Ops
+from ..checkpoint.kv_groups import kv_groups, layers_per_block
 from ..config import EngineConfig, flag_of, step_limits
 from ..errors import ConfigError
 from ..models.model import Model
@@ -88,7 +89,7 @@ def _run_largest_step(config: EngineConfig, model: Model, ops: Ops, device: torc
     """Bytes of the KV cache that it ran with."""
     block_size = config.cache.block_size
     num_tokens, num_rows, _ = step_limits(config.scheduler, on_gpu=True)
-    num_blocks = -(-num_tokens // block_size) + num_rows
+    num_blocks = -(-num_tokens // block_size) + num_rows  # which all KV groups use
     runner = ModelRunner(
         model,
         ops,
@@ -100,4 +101,5 @@ def _run_largest_step(config: EngineConfig, model: Model, ops: Ops, device: torc
         eos_token_ids=(),
     )
     runner.warm_up(num_tokens, num_rows)
-    return model.kv_cache_spec(num_blocks, block_size).block_bytes * num_blocks * model.num_layers
+    num_caches = layers_per_block(kv_groups(model.spec))
+    return model.kv_cache_spec(num_blocks, block_size).block_bytes * num_blocks * num_caches

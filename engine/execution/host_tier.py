@@ -16,7 +16,7 @@ from .errors import ExecutionError
 
 
 class HostTier:
-    """Blocks of one KV group in host memory, beside the device's."""
+    """Blocks in host memory, beside the device's."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class HostTier:
         """
         Args:
             spec: of one layer in the host's memory, at least one block.
-            device_caches: one per layer.
+            device_caches: one per layer that a block has room for.
         """
         self._ops = ops
         self._device = device

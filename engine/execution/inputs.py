@@ -25,7 +25,7 @@ class StepInputs:
 
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
-    metadata: AttentionMetadata
+    metadata: tuple[AttentionMetadata, ...]  # per KV group
     last_tokens: NDArray[np.int64]  # [num plan rows], flat index of each row's last token
 
 
@@ -58,14 +58,14 @@ def build_inputs(
     positions = np.arange(ends[-1]) + np.repeat(starts - begins, counts)
     token_places = np.repeat(places, counts)
     block_size = table.block_size
-    blocks = table.block_tables[token_places, positions // block_size].astype(np.int64)
-    slots = blocks * block_size + positions % block_size
+    blocks = table.block_tables[:, token_places, positions // block_size].astype(np.int64)
+    slots = np.ascontiguousarray(blocks * block_size + positions % block_size)
     if num_unwritten.any():
-        slots[positions < np.repeat(starts + num_unwritten, counts)] = -1
+        slots[:, positions < np.repeat(starts + num_unwritten, counts)] = -1
     last_tokens = np.empty(len(order), dtype=np.int64)
     last_tokens[order] = ends - 1
     seq_lens = starts + counts
-    token_ids, positions_on_device, slot_mapping, query_start_loc, lengths, tables = (
+    token_ids, positions_on_device, slot_mappings, query_start_loc, lengths, tables = (
         transfer.upload(
             table.tokens[token_places, positions].astype(np.int64),
             positions,
@@ -75,16 +75,21 @@ def build_inputs(
             _padded_tables(table, places, num_blocks),
         )
     )
-    metadata = AttentionMetadata(
-        query_start_loc=query_start_loc,
-        seq_lens=lengths,
-        block_tables=tables,
-        slot_mapping=slot_mapping,
-        query_lens_host=counts.tolist(),
-        seq_lens_host=seq_lens.tolist(),
-        max_query_len=int(counts.max()),
-        max_seq_len=int(seq_lens.max()),
-        num_decode_rows=int((counts == 1).sum()),
+    counts_host, seq_lens_host = counts.tolist(), seq_lens.tolist()
+    max_query_len, num_decode_rows = int(counts.max()), int((counts == 1).sum())
+    metadata = tuple(
+        AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=lengths,
+            block_tables=tables[group],
+            slot_mapping=slot_mappings[group],
+            query_lens_host=counts_host,
+            seq_lens_host=seq_lens_host,
+            max_query_len=max_query_len,
+            max_seq_len=max(seq_lens_host),
+            num_decode_rows=num_decode_rows,
+        )
+        for group in range(len(slots))
     )
     return StepInputs(token_ids, positions_on_device, metadata, last_tokens)
 
@@ -107,7 +112,7 @@ def _check(
 def _padded_tables(
     table: RowTable, places: NDArray[np.int64], num_blocks: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """``[num_rows, max_num_blocks]``; past a row's last block stands its first."""
-    tables = table.block_tables[places, : int(num_blocks.max())]
-    is_past = np.arange(tables.shape[1]) >= num_blocks[:, None]
-    return np.where(is_past, tables[:, :1], tables)
+    """``[num_groups, num_rows, max_num_blocks]``; past a row's last block stands its id once more."""
+    columns = np.arange(int(num_blocks.max()))
+    known = np.minimum(columns, num_blocks[:, None] - 1)
+    return np.ascontiguousarray(table.block_tables[:, places[:, None], known])

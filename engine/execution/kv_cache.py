@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..checkpoint.kv_groups import kv_groups, layers_per_block
 from ..config import EngineConfig, available_memory_bytes, flag_of
 from ..errors import ConfigError
 from ..models.model import Model
@@ -15,8 +16,9 @@ CPU_DEFAULT_BYTES = 512 << 20
 
 
 def kv_block_bytes(model: Model, block_size: int) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return model.kv_cache_spec(1, block_size).block_bytes * model.num_layers
+    """Bytes of one block over the layers that it has room for, keys and values."""
+    num_layers = layers_per_block(kv_groups(model.spec))
+    return model.kv_cache_spec(1, block_size).block_bytes * num_layers
 
 
 def num_blocks_for(
@@ -24,17 +26,17 @@ def num_blocks_for(
     model: Model,
     device: torch.device,
     *,
-    max_model_len: int | None,
+    num_sequence_blocks: int,
     profile: Callable[[], MemoryProfile] | None = None,
 ) -> int:
     """Size the pool.
 
     ``--num-gpu-blocks-override`` beats ``--kv-cache-memory-bytes``, which beats the default: on a CPU
-    512 MiB or one sequence of ``max_model_len`` (the model's window if ``None``), whichever is more,
-    but at most a quarter of the memory that is left; on a GPU what ``--gpu-memory-utilization`` leaves
+    512 MiB or one longest sequence, whichever is more, but at most a quarter of the memory that is left; on a GPU what ``--gpu-memory-utilization`` leaves
     after weights, the activations of the largest step and what other processes hold.
 
     Args:
+        num_sequence_blocks: of a longest sequence.
         profile: measures the GPU's memory; called if nothing but the default decides.
 
     Raises:
@@ -49,12 +51,11 @@ def num_blocks_for(
         option, num_blocks = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
     elif profile is not None:
         utilization = config.cache.gpu_memory_utilization
-        num_tensors = 2 * model.num_layers
+        num_tensors = 2 * layers_per_block(kv_groups(model.spec))
         option = "gpu_memory_utilization"
         num_blocks = num_blocks_that_fit(profile(), utilization, block_bytes, num_tensors)
     else:
-        window = max_model_len or model.spec.max_position_embeddings
-        sequence_bytes = -(-window // cache.block_size) * block_bytes
+        sequence_bytes = num_sequence_blocks * block_bytes
         budget = min(max(CPU_DEFAULT_BYTES, sequence_bytes), available // 4)
         option, num_blocks = "kv_cache_memory_bytes", budget // block_bytes
     _check(flag_of(option), num_blocks, block_bytes, available)

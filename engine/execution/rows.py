@@ -45,6 +45,7 @@ class RowTable:
         num_blocks: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        num_groups: int = 1,
     ) -> None:
         self.block_size = block_size
         self._num_blocks = num_blocks
@@ -54,7 +55,8 @@ class RowTable:
         self._free = list(range(max_num_rows))
         max_num_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((max_num_rows, max_model_len + 1), dtype=np.int32)
-        self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
+        shape = (num_groups, max_num_rows, max_num_blocks)
+        self.block_tables = np.zeros(shape, dtype=np.int32)
         self.columns = {name: np.zeros(max_num_rows, dtype) for name, dtype in _COLUMNS.items()}
         self.sampling: dict[int, SamplingParams] = {}  # by place
         self.rules: dict[int, LogitRules] = {}  # by place, only where there are any
@@ -117,7 +119,8 @@ class RowTable:
     def _grow(self) -> None:
         size = len(self.tokens)
         self.tokens = np.concatenate((self.tokens, np.zeros_like(self.tokens)))
-        self.block_tables = np.concatenate((self.block_tables, np.zeros_like(self.block_tables)))
+        more = np.zeros_like(self.block_tables)
+        self.block_tables = np.concatenate((self.block_tables, more), axis=1)
         for name, column in self.columns.items():
             self.columns[name] = np.concatenate((column, np.zeros_like(column)))
         self._free = list(range(size, 2 * size))
@@ -154,7 +157,7 @@ class RowTable:
             )
         place = self._open(fork.child_seq_id)
         self.tokens[place, : fork.num_tokens] = self.tokens[parent, : fork.num_tokens]
-        self.block_tables[place] = self.block_tables[parent]
+        self.block_tables[:, place] = self.block_tables[:, parent]
         self._start(place, num_prompt, fork.num_tokens, self.sampling[parent], fork.seed)
 
     def _start(
@@ -185,21 +188,23 @@ class RowTable:
             token_ids = np.fromiter(row.appended_token_ids, dtype=np.int64)
             self._check_tokens(row.seq_id, token_ids)
             self.append(place, row.appended_token_ids)
-        table = row.block_tables[0]
-        if len(table) > row.first_changed_block:
-            self._replace_blocks(place, row, table)
+        if len(row.block_tables[0]) > row.first_changed_block:
+            self._replace_blocks(place, row)
 
-    def _replace_blocks(self, place: int, row: ScheduledRow, table: Sequence[int]) -> None:
-        changed = np.array(table[row.first_changed_block :], dtype=np.int64)
+    def _replace_blocks(self, place: int, row: ScheduledRow) -> None:
+        begin, end = row.first_changed_block, len(row.block_tables[0])
+        if any(len(table) != end for table in row.block_tables):
+            raise ExecutionError(f"sequence {row.seq_id} has block tables of unequal lengths")
+        changed = np.array([table[begin:] for table in row.block_tables], dtype=np.int64)
         if changed.min() < 0 or changed.max() >= self._num_blocks:
             raise ExecutionError(
                 f"sequence {row.seq_id} has a block outside the pool of {self._num_blocks}"
             )
-        if len(table) > self.block_tables.shape[1]:
+        if end > self.block_tables.shape[2]:
             raise ExecutionError(
-                f"sequence {row.seq_id} has {len(table)} blocks, beyond the model's window"
+                f"sequence {row.seq_id} has {end} blocks, beyond the model's window"
             )
-        self.block_tables[place, row.first_changed_block : len(table)] = changed
+        self.block_tables[:, place, begin:end] = changed
 
     def _check_tokens(self, seq_id: int, token_ids: NDArray[np.int64]) -> None:
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._vocab_size:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import Ops
+from ..checkpoint.kv_groups import kv_groups, layers_per_block
 from ..models.model import Model
 from ..step import ExecutorRates, RowResult, ScheduledRow, StepHandle, StepPlan, StepResult
 from .errors import ExecutionError
@@ -60,16 +61,26 @@ class ModelRunner:
         self._device = device
         self._num_blocks = num_blocks
         self._max_model_len = max_model_len
+        self._groups = kv_groups(model.spec)
         spec = model.kv_cache_spec(num_blocks, block_size)
-        self._kv_caches = [ops.allocate_kv_cache(spec, device) for _ in range(model.num_layers)]
-        self._block_bytes = spec.block_bytes * model.num_layers
+        # One for each layer that a block has room for: groups own blocks, and so do their layers.
+        num_caches = layers_per_block(self._groups)
+        self._kv_caches = [ops.allocate_kv_cache(spec, device) for _ in range(num_caches)]
+        self._block_bytes = spec.block_bytes * num_caches
         self._host_tier: HostTier | None = None
         if num_host_blocks:
             host_spec = model.kv_cache_spec(num_host_blocks, block_size)
             self._host_tier = HostTier(ops, host_spec, self._kv_caches, device)
+        places = {
+            layer: (place, group)
+            for group, one in enumerate(self._groups)
+            for place, layer in enumerate(one.layers)
+        }
+        layers = [places[layer] for layer in range(model.num_layers)]
+        layer_caches = [self._kv_caches[place] for place, _ in layers]
         self._forward_step = ops.record_step(
             lambda token_ids, positions, metadata: model.forward(
-                token_ids, positions, self._kv_caches, metadata
+                token_ids, positions, layer_caches, [metadata[group] for _, group in layers]
             )
         )
         self._table = RowTable(
@@ -79,6 +90,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             vocab_size=model.spec.vocab_size,
             eos_token_ids=eos_token_ids,
+            num_groups=len(self._groups),
         )
         self._sampler = Sampler(ops, self._table, self._transfer)
         self._pending: _Step | None = None
@@ -93,7 +105,7 @@ class ModelRunner:
         """
         if self._pending is not None:
             self._pending.result()
-        _refuse_unsupported(plan)
+        _refuse_unsupported(plan, len(self._groups))
         self._table.apply(plan)
         with torch.inference_mode():
             swap_s = self._swap_blocks(plan)
@@ -114,6 +126,7 @@ class ModelRunner:
             block_size=self._table.block_size,
             num_blocks=self._num_blocks,
             max_model_len=self._max_model_len,
+            num_groups=len(self._groups),
         )
         if self._device.type == "cuda":
             self.submit(step).result()  # loads libraries: the second run shows the speed
@@ -138,6 +151,7 @@ class ModelRunner:
             block_size=self._table.block_size,
             num_blocks=self._num_blocks,
             max_model_len=self._max_model_len,
+            num_groups=len(self._groups),
         )
         for index, step in enumerate(steps):
             progress(index / len(steps))
@@ -337,18 +351,20 @@ def _wants_logits(row: ScheduledRow) -> bool:
     return bool(row.num_samples or row.num_candidates)
 
 
-def _refuse_unsupported(plan: StepPlan) -> None:
+def _refuse_unsupported(plan: StepPlan, num_groups: int) -> None:
     """
     Raises:
         ExecutionError: the plan uses what this executor does not offer; admission refuses it earlier.
     """
     groups = [swap.group for swap in plan.block_swaps]
     groups += [copy.group for copy in plan.block_copies]
-    if any(groups):
-        raise ExecutionError(f"there is one KV group, and a block of group {max(groups)} is moved")
+    if groups and not 0 <= min(groups) <= max(groups) < num_groups:
+        raise ExecutionError(
+            f"there are {num_groups} KV groups, and a block of group {max(groups)} is moved"
+        )
     for row in plan.rows:
-        if len(row.block_tables) != 1:
-            raise ExecutionError(f"there is one KV group, not {len(row.block_tables)}")
+        if len(row.block_tables) != num_groups:
+            raise ExecutionError(f"there are {num_groups} KV groups, not {len(row.block_tables)}")
         if row.num_samples and row.num_candidates:
             raise ExecutionError(f"sequence {row.seq_id} wants samples and candidates")
     for new in plan.new_rows:

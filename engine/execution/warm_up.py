@@ -15,11 +15,17 @@ MAX_KEPT_TOKENS = 1 << 19
 
 
 def largest_step(
-    num_tokens: int, num_rows: int, *, block_size: int, num_blocks: int, max_model_len: int
+    num_tokens: int,
+    num_rows: int,
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+    num_groups: int = 1,
 ) -> StepPlan:
     """One long row, and ``num_rows - 1`` of one token; every row samples, by the dearest rules.
 
-    Sequence ids are negative. Gets smaller where the pool or the window does not hold as much.
+    Sequence ids are negative. All KV groups use the same blocks. Gets smaller where the pool or the window does not hold as much.
     """
     num_short = max(0, min(num_rows, num_tokens, num_blocks) - 1)
     room = min((num_blocks - num_short) * block_size, max_model_len)
@@ -31,7 +37,7 @@ def largest_step(
         blocks = list(range(next_block, next_block + -(-length // block_size)))
         next_block += len(blocks)
         new_rows.append(NewRow(seq_id, [0] * length, (), sampling, 0))
-        rows.append(ScheduledRow(seq_id, 0, length, 1, (blocks,), 0))
+        rows.append(ScheduledRow(seq_id, 0, length, 1, (blocks,) * num_groups, 0))
     return StepPlan(STEP_ID, new_rows=tuple(new_rows), rows=tuple(rows))
 
 
@@ -51,7 +57,13 @@ def cleanup_step(plan: StepPlan) -> StepPlan:
 
 
 def kernel_steps(
-    *, max_num_tokens: int, max_num_seqs: int, block_size: int, num_blocks: int, max_model_len: int
+    *,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+    num_groups: int = 1,
 ) -> list[StepPlan]:
     """Small and large steps of every kind that a GPU's kernels tell apart: decodes of few and many rows over
     short and long sequences, prompts, both together, greedy and filtered sampling, a copied block.
@@ -72,21 +84,23 @@ def kernel_steps(
     ]
     batches += [[(size, size)] for size in sizes]
     batches += [[(longest, 1), (size, size)] for size in sizes if size < max_num_tokens]
-    steps = [_step_of(rows, block_size, SamplingParams(temperature=0.0)) for rows in batches]
+    greedy = SamplingParams(temperature=0.0)
+    steps = [_step_of(rows, block_size, num_groups, greedy) for rows in batches]
     filtered = (SamplingParams(temperature=1.0), SamplingParams(top_k=5, top_p=0.9, min_p=0.1))
-    steps += [_step_of([(1, 1)], block_size, sampling) for sampling in filtered]
+    steps += [_step_of([(1, 1)], block_size, num_groups, sampling) for sampling in filtered]
     if num_blocks > 1:
         steps.append(StepPlan(STEP_ID, block_copies=(BlockCopy(0, 0, 1),)))
     return steps
 
 
 def _step_of(
-    rows: Sequence[tuple[int, int]], block_size: int, sampling: SamplingParams
+    rows: Sequence[tuple[int, int]], block_size: int, num_groups: int, sampling: SamplingParams
 ) -> StepPlan:
     """Rows of (sequence length, tokens to compute), all over the same blocks."""
     new_rows, scheduled = [], []
     for index, (seq_len, count) in enumerate(rows):
         blocks = list(range(-(-seq_len // block_size)))
         new_rows.append(NewRow(-1 - index, [0] * seq_len, (), sampling, 0))
-        scheduled.append(ScheduledRow(-1 - index, seq_len - count, count, 1, (blocks,), 0))
+        tables = (blocks,) * num_groups
+        scheduled.append(ScheduledRow(-1 - index, seq_len - count, count, 1, tables, 0))
     return StepPlan(STEP_ID, new_rows=tuple(new_rows), rows=tuple(scheduled))

@@ -11,11 +11,24 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+_HASH_SIZE = hashlib.sha256().digest_size
+_GROUP_SIZE = 2  # bytes of a KV group's number
 
-def root_hash(cache_salt: str | None, kv_group: int = 0) -> bytes:
+
+def root_hash(cache_salt: str | None) -> bytes:
     """Where a chain begins. Chains with different roots never meet."""
     salt = "" if cache_salt is None else f"salt {cache_salt}"
-    return hashlib.sha256(f"octavo {kv_group} {salt}".encode()).digest()
+    return hashlib.sha256(f"octavo {salt}".encode()).digest()
+
+
+def in_group(name: bytes, group: int) -> bytes:
+    """The name of the same tokens' block in a KV group: a chain is hashed once for all of them."""
+    return name + group.to_bytes(_GROUP_SIZE, "little") if group else name
+
+
+def group_of(name: bytes) -> int:
+    """The KV group of the block with this name."""
+    return int.from_bytes(name[_HASH_SIZE:], "little")
 
 
 def private_root_hash(name: str) -> bytes:
@@ -24,8 +37,8 @@ def private_root_hash(name: str) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a block that holds ``token_ids`` after the block named ``parent``."""
-    return _hash(parent, array("I", token_ids).tobytes())
+    """The name of a block that holds ``token_ids`` after the block named ``parent``, of its group."""
+    return _hash(parent[:_HASH_SIZE], array("I", token_ids).tobytes()) + parent[_HASH_SIZE:]
 
 
 def _hash(parent: bytes, packed: bytes) -> bytes:
@@ -33,7 +46,7 @@ def _hash(parent: bytes, packed: bytes) -> bytes:
 
 
 class HashChain:
-    """The names of one sequence's full blocks, computed when they are asked for.
+    """The names of one sequence's full blocks in group 0, computed when they are asked for.
 
     Args:
         root: where the chain begins.

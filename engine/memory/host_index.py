@@ -39,6 +39,10 @@ class HostIndex:
         host_id = self._by_name.get(name)
         return host_id if is_holder or host_id not in self._private else None
 
+    def name_of(self, host_id: int) -> bytes:
+        """The name of a host block's content."""
+        return self._names[host_id]
+
     def private_names(self, host_ids: Iterable[int]) -> set[bytes]:
         """Names of those of these entries that are private."""
         return {self._names[host_id] for host_id in self._private.intersection(host_ids)}

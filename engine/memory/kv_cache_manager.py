@@ -7,32 +7,16 @@ know requests, policies or tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..step import BlockCopy, BlockSwap
-from .block_hash import HashChain, hash_block, root_hash
+from .block_demand import BlockDemand, first_block
+from .block_hash import HashChain, hash_block, in_group, root_hash
 from .block_pool import BlockPool, MemoryInvariantError
 from .block_table import SequenceBlocks
 from .block_times import BlockTimes
 from .host_index import HostIndex
 from .prefix_cache import PrefixCache, PrefixMatch
-
-
-def num_blocks_needed(
-    num_prompt_tokens: int,
-    max_tokens: int,
-    n: int,
-    block_size: int,
-    *,
-    is_beam_search: bool = False,
-) -> int:
-    """KV blocks of a prompt with ``n`` continuations: full prompt blocks are shared, the rest is not.
-
-    Beams need one more each: while they split, a block and its copy are both there.
-    """
-    shared = num_prompt_tokens // block_size
-    own = -(-(num_prompt_tokens + max_tokens) // block_size) - shared
-    return shared + n * own + (n if is_beam_search else 0)
 
 
 class KVCacheManager:
@@ -44,34 +28,41 @@ class KVCacheManager:
     Args:
         num_blocks: physical blocks, shared by all groups.
         block_size: tokens in a block.
-        num_groups: sets of layers with equal retention; one for models with one kind of attention.
+        windows: per KV group, the tokens that a query of its layers sees; ``None``: all.
         enable_prefix_caching: keep what is computed findable for other sequences.
         num_host_blocks: size of the host tier.
-        block_bytes: of one block over all layers, for the counts of bytes moved.
+        block_bytes: of one block over all layers of its group, for the counts of bytes moved.
+        max_step_tokens: most tokens that a step computes; needed where there are windows.
 
     Raises:
-        ValueError: prefix caching or a host tier with more than one group.
+        ValueError: there are windows, and it is not said how long steps are.
     """
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        num_groups: int = 1,
+        windows: Sequence[int | None] = (None,),
         *,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
         block_bytes: int = 0,
+        max_step_tokens: int = 0,
     ) -> None:
-        if num_groups > 1 and (enable_prefix_caching or num_host_blocks):
-            raise ValueError("prefix caching and swapping need a model with one KV group")
+        if not max_step_tokens and any(window is not None for window in windows):
+            raise ValueError("what windowed groups hold depends on the tokens of a step: how many?")
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self.num_groups = num_groups
+        self.windows = tuple(windows)
+        self.num_groups = len(self.windows)
+        self.demand = BlockDemand(block_size, self.windows, max_step_tokens)
+        self._windowed = [(g, w) for g, w in enumerate(self.windows) if w is not None]
         self.enable_prefix_caching = enable_prefix_caching
         self.block_bytes = block_bytes
         self.times = BlockTimes(num_blocks)
-        self.cache = PrefixCache(self.pool, block_size, HostIndex(num_host_blocks), self.times)
+        self.cache = PrefixCache(
+            self.pool, block_size, HostIndex(num_host_blocks), self.times, self.windows
+        )
         self._copy_sources: dict[int, int] = {}  # by the target of a copy that is not executed yet
         self._sequences: dict[int, SequenceBlocks] = {}
 
@@ -91,8 +82,8 @@ class KVCacheManager:
         return self.pool.num_references - self.pool.num_used_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens need, over all groups."""
-        return -(-num_tokens // self.block_size) * self.num_groups
+        """Blocks that ``num_tokens`` tokens of one sequence hold at most, over all groups."""
+        return self.demand.of_sequence(num_tokens)
 
     # --- tables ----------------------------------------------------------------------------------
 
@@ -124,24 +115,44 @@ class KVCacheManager:
         return taken
 
     def mark_computed(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Note that positions up to ``num_tokens - 1`` are filled."""
+        """Note that positions up to ``num_tokens - 1`` are filled; what no later query sees is given back."""
         size, fill = self.block_size, self.pool.fill
         for index in range(blocks.num_tokens // size, (num_tokens - 1) // size + 1):
             filled = min(size, num_tokens - index * size)
             for table in blocks.tables:
                 fill(table[index], filled)
         blocks.num_tokens = num_tokens
+        if self._windowed:
+            self._drop_unseen(blocks)
+
+    def _drop_unseen(self, blocks: SequenceBlocks) -> None:
+        """Give back the blocks that fell out of their groups' windows."""
+        for group, window in self._windowed:
+            old = blocks.first_blocks[group]
+            first = first_block(blocks.num_tokens, window, self.block_size)
+            if first > old:
+                gone = blocks.tables[group][old:first]
+                self.pool.release(gone)
+                self.times.released(gone)
+                blocks.first_blocks[group] = first
 
     def fork(self, parent: SequenceBlocks, seq_id: int, num_tokens: int) -> SequenceBlocks:
         """Start a sequence that sees the first ``num_tokens`` tokens of another.
 
         Every block is shared, a half-full last one too (Kwon et al., 2023, section 4.4).
+
+        Raises:
+            MemoryInvariantError: the parent has given back what a window before ``num_tokens`` shows.
         """
         num_blocks = -(-num_tokens // self.block_size)
+        for group, window in self._windowed:
+            if first_block(num_tokens, window, self.block_size) < parent.first_blocks[group]:
+                raise MemoryInvariantError(f"sequence {seq_id} forks from blocks that are gone")
         blocks = self.open(seq_id, parent.chain.fork(num_tokens // self.block_size))
+        blocks.first_blocks[:] = parent.first_blocks
         for mine, theirs in zip(blocks.tables, parent.tables, strict=True):
             mine.extend(theirs[:num_blocks])
-            self.pool.share(mine)
+        self.pool.share(blocks.all_held())
         blocks.num_slots = num_blocks * self.block_size
         blocks.num_tokens = num_tokens
         return blocks
@@ -192,13 +203,14 @@ class KVCacheManager:
             token_ids: of the sequence, to keep its half-full last block findable; ``None``: do not.
         """
         blocks = self._sequences.pop(seq_id)
-        for table in blocks.tables:
-            self.cache.forget_in_flight(table)
+        held = [blocks.held(group) for group in range(self.num_groups)]
+        for block_ids in held:
+            self.cache.forget_in_flight(block_ids)
         if token_ids is not None:
             self.publish_tail(blocks, token_ids)
-        for table in blocks.tables:
-            self.pool.release(table)
-            self.times.released(table)
+        for block_ids in held:
+            self.pool.release(block_ids)
+            self.times.released(block_ids)
 
     # --- prefix cache ----------------------------------------------------------------------------
 
@@ -210,13 +222,27 @@ class KVCacheManager:
             return PrefixMatch()
         return self.cache.match(chain, token_ids, num_tokens, num_swapped)
 
-    def num_blocks_taken(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Free blocks that a sequence of ``num_tokens`` takes whose first tokens are found so."""
-        ref_counts = self.pool.ref_counts
-        in_use = sum(1 for b in match.device_block_ids if b >= 0 and ref_counts[b])
-        copied = match.copied_block_id
-        is_pinned_free = copied is not None and not ref_counts[copied]
-        return self.num_blocks_for(num_tokens) - in_use + is_pinned_free
+    def num_blocks_taken(
+        self, match: PrefixMatch, num_tokens: int, num_own: int = 0, num_sequences: int = 1
+    ) -> int:
+        """Free blocks that a sequence of ``num_tokens`` takes whose first tokens are found so, at most.
+
+        Args:
+            num_own: of each group, blocks that others of the request take beside those of the first.
+            num_sequences: of the request, the first among them.
+        """
+        ref_counts, taken = self.pool.ref_counts, 0
+        for group, window in enumerate(self.windows):
+            most = -(-num_tokens // self.block_size) + num_own
+            if match.num_tokens:
+                found = match.device_block_ids[group]
+                most -= sum(1 for b in found if b >= 0 and ref_counts[b])
+            if match.num_tokens and num_sequences == 1:
+                most -= match.first_blocks[group]
+            if window is not None:
+                most = min(most, self.demand.in_window(window, num_sequences))
+            taken += most
+        return taken + sum(1 for b in match.copied_block_ids if not ref_counts[b])
 
     def attach(
         self, blocks: SequenceBlocks, match: PrefixMatch, token_ids: Sequence[int]
@@ -231,33 +257,41 @@ class KVCacheManager:
         """
         if not match.num_tokens:
             return []
-        (table,) = blocks.tables
-        copied = [] if match.copied_block_id is None else [match.copied_block_id]
-        fresh = iter(self._take_found(match, copied))
-        table.extend(b if b >= 0 else next(fresh) for b in match.device_block_ids)
-        table.extend(fresh)
-        blocks.num_slots = len(table) * self.block_size
+        fresh = iter(self._take_found(match))
+        found = zip(blocks.tables, match.first_blocks, match.device_block_ids, strict=True)
+        for table, first, block_ids in found:
+            table.extend([0] * first)  # never read
+            table.extend(b if b >= 0 else next(fresh) for b in block_ids)
+        blocks.first_blocks[:] = match.first_blocks
+        if match.host_tail_ids or match.copied_block_ids:
+            for table in blocks.tables:
+                table.append(next(fresh))
+        blocks.num_slots = len(blocks.tables[0]) * self.block_size
         blocks.num_tokens = match.num_tokens
         self._fill_attached(blocks, match, token_ids)
-        return [self._copy(0, b, table[-1], match.num_inside_tokens) for b in copied]
+        copies = [
+            self._copy(group, block_id, blocks.tables[group][-1], match.num_inside_tokens)
+            for group, block_id in enumerate(match.copied_block_ids)
+        ]
+        self._drop_unseen(blocks)
+        return copies
 
-    def _take_found(self, match: PrefixMatch, copied: list[int]) -> list[int]:
+    def _take_found(self, match: PrefixMatch) -> list[int]:
         """Refer to device blocks, and make room for what is elsewhere, which must not take what was found.
 
         Returns:
-            Fresh blocks: for what comes from the host tier, in order, then for the copied one.
+            Fresh blocks: for what comes from the host tier, in order, then for the copied ones.
         """
-        host_ids = [*match.host_block_ids]
-        if match.host_tail_id is not None:
-            host_ids.append(match.host_tail_id)
-        for block_id in match.device_block_ids:
-            if block_id >= 0:
-                self.pool.reuse(block_id)
+        host_ids = [*match.host_block_ids, *match.host_tail_ids]
+        for block_ids in match.device_block_ids:
+            for block_id in block_ids:
+                if block_id >= 0:
+                    self.pool.reuse(block_id)
         for host_id in host_ids:
             self.cache.host.hold(host_id)
-        for block_id in copied:
+        for block_id in match.copied_block_ids:
             self.pool.pin(block_id)
-        taken = self._allocate(len(host_ids) + len(copied))
+        taken = self._allocate(len(host_ids) + len(match.copied_block_ids))
         if taken is None:
             raise MemoryInvariantError("a sequence was admitted without room for its prefix")
         for host_id, block_id in zip(host_ids, taken, strict=False):
@@ -268,16 +302,19 @@ class KVCacheManager:
         self, blocks: SequenceBlocks, match: PrefixMatch, token_ids: Sequence[int]
     ) -> None:
         """What came from the host tier is there before the step begins, and findable as it was."""
-        (table,) = blocks.tables
-        host_ids = iter(match.host_block_ids)
-        for index, block_id in enumerate(match.device_block_ids):
-            if block_id < 0:
-                self.pool.fill(table[index], self.block_size)
-                self.cache.register(table[index], blocks.chain, index, token_ids, in_flight=False)
-        self.cache.host.release(host_ids)
-        if match.host_tail_id is not None:
-            self.pool.fill(table[-1], match.num_tokens % self.block_size)
-            self.cache.host.release([match.host_tail_id])
+        for group, block_ids in enumerate(match.device_block_ids):
+            table = blocks.tables[group]
+            for index, block_id in enumerate(block_ids, match.first_blocks[group]):
+                if block_id < 0:
+                    self.pool.fill(table[index], self.block_size)
+                    self.cache.register(
+                        table[index], blocks.chain, index, token_ids, group, in_flight=False
+                    )
+        if match.host_tail_ids:
+            for table in blocks.tables:
+                self.pool.fill(table[-1], match.num_tokens % self.block_size)
+        self.cache.host.release(match.host_block_ids)
+        self.cache.host.release(match.host_tail_ids)
 
     def extend(self, blocks: SequenceBlocks, token_ids: Sequence[int]) -> None:
         """Let a sequence that forks anew take up what is still there of its own tokens.
@@ -286,18 +323,22 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
-        size, (table,) = self.block_size, blocks.tables
+        size = self.block_size
         index = blocks.num_tokens // size
         while (index + 1) * size < len(token_ids):
-            block_id = self.cache.index.find(blocks.chain.hash_of(index, token_ids, size))
-            if block_id is None:
+            name = blocks.chain.hash_of(index, token_ids, size)
+            names = (in_group(name, group) for group in range(self.num_groups))
+            found = [b for b in map(self.cache.index.find, names) if b is not None]
+            if len(found) < self.num_groups:
                 return
-            self.pool.reuse(block_id)
-            self.pool.release(table[index:])  # a half-full block of the prompt, if anything
-            table[index:] = [block_id]
+            for table, block_id in zip(blocks.tables, found, strict=True):
+                self.pool.reuse(block_id)
+                self.pool.release(table[index:])  # a half-full block of the prompt, if anything
+                table[index:] = [block_id]
             blocks.first_changed_block = min(blocks.first_changed_block, index)
             index += 1
             blocks.num_slots = blocks.num_tokens = index * size
+            self._drop_unseen(blocks)
 
     def publish(
         self, blocks: SequenceBlocks, token_ids: Sequence[int], start: int, end: int
@@ -306,27 +347,35 @@ class KVCacheManager:
         size = self.block_size
         if not self.enable_prefix_caching or start // size == end // size:
             return
-        (table,) = blocks.tables
         blocks.chain.hash_of(end // size - 1, token_ids, size)  # all at once
-        for index in range(start // size, end // size):
-            self.cache.register(table[index], blocks.chain, index, token_ids, in_flight=True)
+        for group, table in enumerate(blocks.tables):
+            for index in range(start // size, end // size):
+                self.cache.register(
+                    table[index], blocks.chain, index, token_ids, group, in_flight=True
+                )
 
     def publish_tail(self, blocks: SequenceBlocks, token_ids: Sequence[int]) -> None:
         """Make the half-full last block findable by the computed tokens in it."""
         index = blocks.num_tokens // self.block_size
         if not self.enable_prefix_caching or blocks.num_tokens % self.block_size == 0:
             return
-        block_id = blocks.tables[0][index]
-        if block_id not in self._copy_sources:
-            self.cache.register_tail(block_id, blocks.chain, index, token_ids, blocks.num_tokens)
+        for group, table in enumerate(blocks.tables):
+            if table[index] not in self._copy_sources:
+                self.cache.register_tail(
+                    table[index], blocks.chain, index, token_ids, blocks.num_tokens, group
+                )
 
     def forget(self, blocks: SequenceBlocks) -> None:
         """Let nobody find a sequence's blocks: what was computed in them cannot be trusted."""
-        for table in blocks.tables:
-            for block_id in table:
-                self.cache.forget(block_id)
-        for name in blocks.chain.hashes[: len(blocks.tables[0])]:
-            self.cache.host.make_private(name)
+        for block_id in blocks.all_held():
+            self.cache.forget(block_id)
+        names = blocks.chain.hashes[: len(blocks.tables[0])]
+        for group, first in enumerate(blocks.first_blocks):
+            for index, name in enumerate(names):
+                gone = self.cache.index.find(in_group(name, group)) if index < first else None
+                if gone is not None:
+                    self.cache.forget(gone)
+                self.cache.host.make_private(in_group(name, group))
 
     def reset_prefix_cache(self) -> None:
         """Let nobody find anything that was computed so far. Call between steps."""
@@ -338,9 +387,33 @@ class KVCacheManager:
         """Blocks with content that nobody but these sequences refers to."""
         references: Counter[int] = Counter()
         for blocks in sequences:
-            references.update(blocks.tables[0][: self.num_blocks_for(blocks.num_tokens)])
+            for _, _, block_id in self._contents(blocks):
+                references[block_id] += 1
         ref_counts = self.pool.ref_counts
         return {block_id for block_id, count in references.items() if ref_counts[block_id] == count}
+
+    def _contents(self, blocks: SequenceBlocks) -> Iterator[tuple[int, int, int]]:
+        """Group, table index and id of each block that holds tokens of a sequence."""
+        end = -(-blocks.num_tokens // self.block_size)
+        for group, table in enumerate(blocks.tables):
+            for index in range(blocks.first_blocks[group], end):
+                yield group, index, table[index]
+
+    def num_uncached_tokens(self, sequences: Iterable[SequenceBlocks], own: set[int]) -> int:
+        """Tokens to be computed again if the blocks ``own`` of these sequences are lost.
+
+        To compute what a window shows takes all tokens before it, whose blocks are gone already.
+        """
+        gone, lost = [0] * self.num_groups, [set[int]() for _ in range(self.num_groups)]
+        for blocks in sequences:
+            gone = [max(pair) for pair in zip(gone, blocks.first_blocks, strict=True)]
+            for group, _, block_id in self._contents(blocks):
+                lost[group].add(block_id)
+        num_filled = self.pool.num_filled
+        return max(
+            first * self.block_size + sum(num_filled[b] for b in block_ids & own)
+            for first, block_ids in zip(gone, lost, strict=True)
+        )
 
     def swap_out(
         self, sequences: Sequence[tuple[SequenceBlocks, Sequence[int]]], own: set[int]
@@ -357,11 +430,10 @@ class KVCacheManager:
         contents: dict[bytes, int] = {}
         private = set()
         for blocks, token_ids in sequences:
-            for index in range(self.num_blocks_for(blocks.num_tokens)):
-                block_id = blocks.tables[0][index]
+            for group, index, block_id in self._contents(blocks):
                 if block_id not in own:
                     continue
-                name = self._name_of(blocks, index, token_ids)
+                name = in_group(self._name_of(blocks, index, token_ids), group)
                 contents.setdefault(name, self._copy_sources.get(block_id, block_id))
                 is_full = (index + 1) * self.block_size <= blocks.num_tokens
                 if not (is_full and self.enable_prefix_caching):
@@ -404,8 +476,8 @@ class KVCacheManager:
         """What was swapped out is back in these block tables, or not wanted any more."""
         names = self.cache.host.private_names(host_ids)
         self.cache.host.release(host_ids)
-        for table in (table for blocks in sequences for table in blocks.tables if names):
-            for block_id in table:
+        for blocks in sequences if names else ():
+            for block_id in blocks.all_held():
                 known = self.cache.index.get(block_id)
                 if known is not None and known.name in names:
                     self.cache.forget(block_id)
@@ -428,8 +500,7 @@ class KVCacheManager:
         references: Counter[int] = Counter()
         for seq_id, blocks in self._sequences.items():
             self._check_sequence(seq_id, blocks)
-            for table in blocks.tables:
-                references.update(table)
+            references.update(blocks.all_held())
         for block_id, count in enumerate(self.pool.ref_counts):
             if references[block_id] != count:
                 seen = references[block_id]
@@ -442,14 +513,20 @@ class KVCacheManager:
             raise MemoryInvariantError(
                 f"sequence {seq_id}: {blocks.num_tokens} tokens in {blocks.num_slots} slots"
             )
-        for table in blocks.tables:
-            if len(table) * self.block_size != blocks.num_slots:
-                raise MemoryInvariantError(f"sequence {seq_id}: table length and slots disagree")
-            if len(set(table)) != len(table):
-                raise MemoryInvariantError(f"sequence {seq_id} sees one block at two positions")
-            for index in range(-(-blocks.num_tokens // self.block_size)):
-                seen = min(self.block_size, blocks.num_tokens - index * self.block_size)
-                if self.pool.num_filled[table[index]] < seen:
-                    raise MemoryInvariantError(
-                        f"sequence {seq_id} sees tokens in block {table[index]} that are not there"
-                    )
+        if any(len(table) * self.block_size != blocks.num_slots for table in blocks.tables):
+            raise MemoryInvariantError(f"sequence {seq_id}: table length and slots disagree")
+        held = blocks.all_held()
+        if len(set(held)) != len(held):
+            raise MemoryInvariantError(f"sequence {seq_id} sees one block at two positions")
+        for window, first in zip(self.windows, blocks.first_blocks, strict=True):
+            if first != first_block(blocks.num_tokens, window, self.block_size):
+                raise MemoryInvariantError(
+                    f"sequence {seq_id} has blocks from {first} on with a window of {window} before "
+                    f"token {blocks.num_tokens}"
+                )
+        for _, index, block_id in self._contents(blocks):
+            seen = min(self.block_size, blocks.num_tokens - index * self.block_size)
+            if self.pool.num_filled[block_id] < seen:
+                raise MemoryInvariantError(
+                    f"sequence {seq_id} sees tokens in block {block_id} that are not there"
+                )

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..step import BlockSwap
-from .block_hash import HashChain, hash_block
+from .block_demand import first_block
+from .block_hash import HashChain, group_of, hash_block, in_group
 from .block_pool import BlockPool, MemoryInvariantError
 from .block_times import BlockTimes
 from .host_index import HostIndex
@@ -23,25 +24,41 @@ from .prefix_index import MIN_INSIDE_TOKENS, IndexedBlock, PrefixIndex
 
 
 class PrefixMatch(NamedTuple):
-    """What is there of a sequence's first tokens. Nothing is taken by looking."""
+    """What is there of a sequence's first tokens. Nothing is taken by looking.
+
+    A KV group without a window needs all full blocks of what is found, one with a window the last of them.
+    """
 
     num_tokens: int = 0  # found in all
+    first_blocks: tuple[int, ...] = ()  # per KV group: table index of the first block that it needs
     device_block_ids: tuple[
+        tuple[int, ...], ...
+    ] = ()  # per group, full blocks from there on; those in the host tier: -1
+    host_block_ids: tuple[int, ...] = ()  # of the blocks marked -1, in order, group after group
+    copied_block_ids: tuple[
         int, ...
-    ] = ()  # full blocks, from the first on; those in the host tier: -1
-    host_block_ids: tuple[int, ...] = ()  # of the blocks marked -1, in order
-    copied_block_id: int | None = None  # after them: a device block that agrees in its first tokens
-    host_tail_id: int | None = None  # or the half-full last block of a sequence swapped out
-    num_inside_tokens: int = 0  # found in the copied block
+    ] = ()  # after them, one per group: device blocks that agree in their first tokens
+    host_tail_ids: tuple[
+        int, ...
+    ] = ()  # or, one per group, the half-full last block of a sequence swapped out
+    num_inside_tokens: int = 0  # found in the copied blocks
     num_host_tokens: int = 0  # found in the host tier
 
     def without_copy(self) -> PrefixMatch:
         """The same without the hit inside a block, which needs a block more while it is copied."""
         return self._replace(
             num_tokens=self.num_tokens - self.num_inside_tokens,
-            copied_block_id=None,
+            copied_block_ids=(),
             num_inside_tokens=0,
         )
+
+
+class _Wanted(NamedTuple):
+    """What is looked for."""
+
+    chain: HashChain
+    token_ids: Sequence[int]
+    is_holder: bool  # may find what is private in the host tier
 
 
 class PrefixCache:
@@ -52,10 +69,16 @@ class PrefixCache:
         block_size: tokens in a block.
         host: the host tier; of no blocks if there is none.
         times: notes evictions.
+        windows: per KV group, tokens that a query sees; ``None``: all.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, host: HostIndex, times: BlockTimes
+        self,
+        pool: BlockPool,
+        block_size: int,
+        host: HostIndex,
+        times: BlockTimes,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self.index = PrefixIndex()
         self.host = host
@@ -65,6 +88,7 @@ class PrefixCache:
         self._pool = pool
         self._block_size = block_size
         self._times = times
+        self._windows = tuple(windows)
         self._in_flight: set[int] = set()
         pool.on_evict = self._evict
 
@@ -73,57 +97,147 @@ class PrefixCache:
     def match(
         self, chain: HashChain, token_ids: Sequence[int], num_tokens: int, num_swapped: int = 0
     ) -> PrefixMatch:
-        """The longest cached prefix of the first ``num_tokens`` of ``token_ids``.
+        """The longest cached prefix of the first ``num_tokens`` of ``token_ids`` that all groups have.
 
         Args:
             chain: names of the sequence's blocks.
             num_swapped: tokens that the sequence had when it was swapped out.
         """
-        size = self._block_size
-        device: list[int] = []
-        host: list[int] = []
-        for index in range(num_tokens // size):
-            name = chain.hash_of(index, token_ids, size)
-            block_id = self.index.find(name)
-            if block_id is None:
-                host_id = self.host.find(name, is_holder=num_swapped > 0)
-                if host_id is None:
-                    break
-                host.append(host_id)
-                block_id = -1
-            device.append(block_id)
-        found = len(device) * size
-        match = PrefixMatch(found, tuple(device), tuple(host), num_host_tokens=len(host) * size)
-        if found < num_swapped < found + size:
-            tail = token_ids[found:num_swapped]
-            tail_name = hash_block(chain.parent_of(len(device)), tail)
-            tail_id = self.host.find(tail_name, is_holder=True)
-            if tail_id is not None:
-                num_host = match.num_host_tokens + len(tail)
-                return match._replace(
-                    num_tokens=num_swapped, host_tail_id=tail_id, num_host_tokens=num_host
-                )
-        return self._with_inside(match, chain, token_ids, num_tokens)
+        wanted, size = _Wanted(chain, token_ids, num_swapped > 0), self._block_size
+        runs = self._runs(wanted, num_tokens // size)
+        num_blocks = min((len(run) for run in runs.values()), default=num_tokens // size)
+        if len(runs) < len(self._windows):
+            num_blocks = self._num_servable(wanted, num_blocks)
+        if num_blocks * size < num_swapped and num_swapped % size:
+            back = self._swapped(wanted, runs, num_swapped)
+            if back is not None:
+                return back
+        match = self._match_of(wanted, runs, num_blocks, num_blocks * size)
+        return self._with_inside(match or PrefixMatch(), wanted, num_tokens)
 
-    def _with_inside(
-        self, match: PrefixMatch, chain: HashChain, token_ids: Sequence[int], num_tokens: int
-    ) -> PrefixMatch:
-        """Add the block that agrees longest in its first tokens; the last token is left to compute."""
-        found = match.num_tokens
-        rest = token_ids[found : max(found, min(num_tokens - 1, found + self._block_size))]
+    def _find(self, wanted: _Wanted, index: int, group: int) -> int | None:
+        """Where full block ``index`` is: the id of a device block, or ``~id`` of one in the host tier."""
+        name = wanted.chain.hash_of(index, wanted.token_ids, self._block_size)
+        if group:
+            name = in_group(name, group)
+        block_id = self.index.find(name)
+        if block_id is not None:
+            return block_id
+        host_id = self.host.find(name, is_holder=wanted.is_holder)
+        return None if host_id is None else ~host_id
+
+    def _runs(self, wanted: _Wanted, most: int) -> dict[int, list[int]]:
+        """Of each group without a window: where the first blocks are, up to one that is missing."""
+        runs: dict[int, list[int]] = {}
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                continue
+            run = runs[group] = []
+            for index in range(most):
+                place = self._find(wanted, index, group)
+                if place is None:
+                    most = index
+                    break
+                run.append(place)
+        return runs
+
+    def _num_servable(self, wanted: _Wanted, num_blocks: int) -> int:
+        """The most blocks, up to ``num_blocks``, whose last window all windowed groups have.
+
+        From long to short: if a block is missing, no prefix that has it in its window can be served.
+        """
+        end, is_sure = num_blocks, False
+        while not is_sure:
+            is_sure = True
+            for group, window in enumerate(self._windows):
+                first = first_block(end * self._block_size, window, self._block_size)
+                for index in range(end - 1, first - 1, -1) if window is not None else ():
+                    if self._find(wanted, index, group) is None:
+                        end, is_sure = index, False
+                        break
+        return end
+
+    def _match_of(
+        self, wanted: _Wanted, runs: dict[int, list[int]], num_blocks: int, num_tokens: int
+    ) -> PrefixMatch | None:
+        """Of ``num_tokens`` tokens that begin with ``num_blocks`` full blocks, the latter's part."""
+        size = self._block_size
+        firsts, device, host, num_host_tokens = [], [], [], 0
+        for group, window in enumerate(self._windows):
+            first = first_block(num_tokens, window, size)
+            places: Sequence[int | None] = (
+                runs[group][:num_blocks]
+                if window is None
+                else [self._find(wanted, index, group) for index in range(first, num_blocks)]
+            )
+            found = [place for place in places if place is not None]
+            if len(found) < num_blocks - first:
+                return None
+            in_host = [~place for place in found if place < 0]
+            firsts.append(first)
+            device.append(tuple(place if place >= 0 else -1 for place in found))
+            host += in_host
+            num_host_tokens = max(num_host_tokens, len(in_host) * size)
+        return PrefixMatch(
+            num_blocks * size,
+            tuple(firsts),
+            tuple(device),
+            tuple(host),
+            num_host_tokens=num_host_tokens,
+        )
+
+    def _swapped(
+        self, wanted: _Wanted, runs: dict[int, list[int]], num_swapped: int
+    ) -> PrefixMatch | None:
+        """All that a sequence had when it was swapped out, with its half-full last block."""
+        num_blocks, num_inside = divmod(num_swapped, self._block_size)
+        match = self._match_of(wanted, runs, num_blocks, num_swapped)
+        if match is None:
+            return None
+        chain, token_ids = wanted.chain, wanted.token_ids
+        if num_blocks:
+            chain.hash_of(num_blocks - 1, token_ids, self._block_size)
+        tail = token_ids[num_swapped - num_inside : num_swapped]
+        name = hash_block(chain.parent_of(num_blocks), tail)
+        groups = range(len(self._windows))
+        found = [self.host.find(in_group(name, group), is_holder=True) for group in groups]
+        tails = tuple(host_id for host_id in found if host_id is not None)
+        if len(tails) < len(groups):
+            return None
+        return match._replace(
+            num_tokens=num_swapped,
+            host_tail_ids=tails,
+            num_host_tokens=match.num_host_tokens + num_inside,
+        )
+
+    def _with_inside(self, match: PrefixMatch, wanted: _Wanted, num_tokens: int) -> PrefixMatch:
+        """Add the blocks that agree longest in their first tokens; the last token is left to compute."""
+        found, size = match.num_tokens, self._block_size
+        rest = wanted.token_ids[found : max(found, min(num_tokens - 1, found + size))]
         if len(rest) < MIN_INSIDE_TOKENS:
             return match
+        parent = wanted.chain.parent_of(found // size)
+        copied, num_inside = [], len(rest)
+        for group in range(len(self._windows)):
+            best_id, most = self._best_inside(in_group(parent, group), rest)
+            if best_id is None:
+                return match
+            copied.append(best_id)
+            num_inside = min(num_inside, most)
+        return match._replace(
+            num_tokens=found + num_inside,
+            copied_block_ids=tuple(copied),
+            num_inside_tokens=num_inside,
+        )
+
+    def _best_inside(self, parent: bytes, rest: Sequence[int]) -> tuple[int | None, int]:
+        """The block after ``parent`` that agrees longest with ``rest``, and in how many tokens."""
         best_id, most = None, MIN_INSIDE_TOKENS - 1
-        parent = chain.parent_of(len(match.device_block_ids))
         for block_id, num_common in self.index.candidates(parent, rest):
             usable = min(num_common, self._pool.num_filled[block_id])
             if usable > most and block_id not in self._in_flight:
                 best_id, most = block_id, usable
-        if best_id is None:
-            return match
-        return match._replace(
-            num_tokens=found + most, copied_block_id=best_id, num_inside_tokens=most
-        )
+        return best_id, most
 
     # --- register and forget ---------------------------------------------------------------------
 
@@ -133,6 +247,7 @@ class PrefixCache:
         chain: HashChain,
         index: int,
         token_ids: Sequence[int],
+        group: int = 0,
         *,
         in_flight: bool,
     ) -> None:
@@ -141,15 +256,22 @@ class PrefixCache:
         if known is not None and known.name is not None:
             return
         size = self._block_size
-        name = chain.hash_of(index, token_ids, size)
+        name = in_group(chain.hash_of(index, token_ids, size), group)
+        parent = in_group(chain.parent_of(index), group)
         content = tuple(token_ids[index * size : (index + 1) * size])
-        if self.index.add(block_id, IndexedBlock(chain.parent_of(index), content, name)):
+        if self.index.add(block_id, IndexedBlock(parent, content, name)):
             self._pool.set_cached(block_id, True)
             if in_flight:
                 self._in_flight.add(block_id)
 
     def register_tail(
-        self, block_id: int, chain: HashChain, index: int, token_ids: Sequence[int], num_tokens: int
+        self,
+        block_id: int,
+        chain: HashChain,
+        index: int,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        group: int = 0,
     ) -> None:
         """Make the half-full block ``index``, the last of a sequence of ``num_tokens``, findable."""
         known = self.index.get(block_id)
@@ -160,7 +282,8 @@ class PrefixCache:
         if len(content) >= MIN_INSIDE_TOKENS:
             if index:
                 chain.hash_of(index - 1, token_ids, size)
-            self.index.add(block_id, IndexedBlock(chain.parent_of(index), content, None))
+            parent = in_group(chain.parent_of(index), group)
+            self.index.add(block_id, IndexedBlock(parent, content, None))
             self._pool.set_cached(block_id, True)
 
     def forget(self, block_id: int) -> None:
@@ -192,11 +315,13 @@ class PrefixCache:
         if host_id is None:
             host_id = self.host.store(name)
             if host_id is not None:
-                self.swaps.append(BlockSwap(0, device_block_id, host_id, to_host=True))
+                swap = BlockSwap(group_of(name), device_block_id, host_id, to_host=True)
+                self.swaps.append(swap)
         return host_id
 
     def copy_from_host(self, host_id: int, device_block_id: int) -> None:
-        self.swaps.append(BlockSwap(0, device_block_id, host_id, to_host=False))
+        group = group_of(self.host.name_of(host_id))
+        self.swaps.append(BlockSwap(group, device_block_id, host_id, to_host=False))
 
     def _evict(self, block_id: int) -> None:
         block = self.index.remove(block_id)

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.ops import AttentionMetadata, KVCacheSpec, LayerKVCache, Ops
-from ..checkpoint.spec import ModelSpec
-from .layers import Norm, fused_linear, norm_of, read_embedding, read_head
+from ..checkpoint.spec import ExpertSpec, ModelSpec
+from .layers import Norm, fused_linear, norm_of, read_embedding, read_head, read_norm
 from .rotary import RotaryTables
 from .shapes import FINAL_NORM, decoder_shapes, layer_prefix, norm_names
 from .weights import Weights
@@ -40,9 +40,10 @@ class Attention:
         self.own_norms: tuple[Tensor, Tensor, float] | None = None
         self.fused_norms: dict[str, Any] = {}
         if spec.qk_norm:
-            q_norm = norm_of(spec, weights, ops, f"{module}.q_norm").weight
-            k_norm = norm_of(spec, weights, ops, f"{module}.k_norm").weight
-            if spec.qk_norm == "head" and self.cos_sin is not None:
+            q_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.q_norm"))
+            k_norm = ops.pack_vector(read_norm(spec, weights, f"{module}.k_norm"))
+            is_fused = spec.qk_norm == "head" and spec.qkv_limit is None
+            if is_fused and self.cos_sin is not None:
                 self.fused_norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": spec.rms_norm_eps}
             else:
                 self.own_norms = q_norm, k_norm, spec.rms_norm_eps
@@ -60,6 +61,8 @@ class Attention:
         k, v = heads[:, spec.num_q_heads :].chunk(2, dim=1)
         if self.own_norms is not None:
             q, k = ops.qk_norm(q, k, *self.own_norms)
+        if (limit := spec.qkv_limit) is not None:
+            q, k, v = (ops.clamp(part, limit) for part in (q, k, v))
         if self.cos_sin is None:
             ops.store_kv(k, v, cache, slots)
         else:
@@ -91,6 +94,57 @@ class GatedMLP:
         return self.down(self.gate(self.gate_up(x)))
 
 
+class MixtureOfExperts:
+    """Each token's likeliest experts, each a gated feed-forward, weighed."""
+
+    def __init__(self, experts: ExpertSpec, index: int, weights: Weights, ops: Ops) -> None:
+        module = f"{layer_prefix(index)}mlp"
+        self.experts = experts
+        self.ops = ops
+        self.router = fused_linear(weights, ops, module, "gate")
+        modules = [f"{module}.experts.{expert}" for expert in range(experts.num_experts)]
+        self.packed = ops.pack_experts(
+            (
+                weights.read_linear([f"{m}.gate_proj.weight", f"{m}.up_proj.weight"])
+                for m in modules
+            ),
+            (weights.read_linear([f"{m}.down_proj.weight"]) for m in modules),
+            experts.num_experts,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden_size], and so the result
+        return self.ops.routed_experts(
+            x,
+            self.router(x),
+            self.packed,
+            top_k=self.experts.top_k,
+            renormalise=self.experts.renormalise,
+        )
+
+
+class PlainMLP:
+    """``down(gelu(up(x)))``."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: Weights, ops: Ops) -> None:
+        module = f"{layer_prefix(index)}mlp"
+        self.up = fused_linear(weights, ops, module, "up_proj")
+        self.down = fused_linear(weights, ops, module, "down_proj")
+        self.is_tanh = spec.hidden_act == "gelu_pytorch_tanh"
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden_size], and so the result
+        return self.down(self.ops.gelu(self.up(x), is_tanh=self.is_tanh))
+
+
+def _mlp_of(
+    spec: ModelSpec, index: int, weights: Weights, ops: Ops
+) -> GatedMLP | MixtureOfExperts | PlainMLP:
+    experts = spec.layer(index).experts
+    if experts is not None:
+        return MixtureOfExperts(experts, index, weights, ops)
+    return (GatedMLP if spec.has_gate else PlainMLP)(spec, index, weights, ops)
+
+
 class DecoderLayer:
     """Attention, then feed-forward, each with its norms."""
 
@@ -100,7 +154,7 @@ class DecoderLayer:
         self.spec = spec
         self.ops = ops
         self.attention = Attention(spec, index, weights, ops, rotary)
-        self.mlp = GatedMLP(spec, index, weights, ops)
+        self.mlp = _mlp_of(spec, index, weights, ops)
         self.first_norm, self.attention_norm, self.middle_norm, self.mlp_norm = (
             None if name is None else norm_of(spec, weights, ops, layer_prefix(index) + name)
             for name in norm_names(spec)
@@ -115,6 +169,10 @@ class DecoderLayer:
         cache: LayerKVCache,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:  # x and residual of the next layer
+        if self.spec.is_parallel:
+            looked_at = x if self.middle_norm is None else self.middle_norm(residual)
+            x = self.ops.add(self.attention(x, positions, cache, metadata), self.mlp(looked_at))
+            return self._add(x, None, residual, next_norm)
         x = self.attention(x, positions, cache, metadata)
         x, residual = self._add(x, self.attention_norm, residual, self.middle_norm)
         x = self.mlp(x)
@@ -163,15 +221,16 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         kv_caches: Sequence[LayerKVCache],
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
         x = residual = self.embed(token_ids)
         first_norms = [layer.first_norm for layer in self.layers]
         if first_norms[0] is not None:
             x = first_norms[0](residual)
         next_norms = [*first_norms[1:], self.norm]
-        for layer, cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            x, residual = layer(x, residual, next_norm, positions, cache, metadata)
+        layers = zip(self.layers, kv_caches, metadata, next_norms, strict=True)
+        for layer, cache, rows, next_norm in layers:
+            x, residual = layer(x, residual, next_norm, positions, cache, rows)
         return x
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens, hidden_size]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -25,27 +27,58 @@ class Linear:
         return self._ops.linear(x, self._packed)
 
 
-class Norm:
-    """RMS norm of hidden states."""
+class Norm(Protocol):
+    """A norm of hidden states ``[num_tokens, hidden_size]``."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum; ``residual`` may be overwritten."""
+
+
+class RMSNorm:
+    """Implements :class:`Norm`."""
 
     def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
-        self.weight = ops.pack_vector(weight)  # [hidden_size]
+        self._weight = ops.pack_vector(weight)  # [hidden_size]
         self._ops = ops
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight, self._eps)
+        return self._ops.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum; ``residual`` may be overwritten."""
-        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+        return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class LayerNorm:
+    """Implements :class:`Norm`."""
+
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self._weight = ops.pack_vector(weight)  # [hidden_size]
+        self._bias = ops.pack_vector(bias)  # [hidden_size]
+        self._ops = ops
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self._ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
 
 
 def norm_of(spec: ModelSpec, weights: Weights, ops: Ops, module: str) -> Norm:
+    """The norm called ``module``, of the model's kind."""
+    weight = read_norm(spec, weights, module)
+    if spec.norm_kind == "rms":
+        return RMSNorm(ops, weight, spec.rms_norm_eps)
+    return LayerNorm(ops, weight, weights.read(f"{module}.bias"), spec.rms_norm_eps)
+
+
+def read_norm(spec: ModelSpec, weights: Weights, module: str) -> Tensor:
+    """A norm's weight. A sum with an offset stays float32, as its digits matter."""
     weight = weights.read(f"{module}.weight")
-    if spec.norm_offset:
-        weight = weight + spec.norm_offset
-    return Norm(ops, weight, spec.rms_norm_eps)
+    return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
 def fused_linear(weights: Weights, ops: Ops, module: str, *names: str) -> Linear:

@@ -28,7 +28,7 @@ class Model(Protocol):
         token_ids: Tensor,
         positions: Tensor,
         kv_caches: Sequence[LayerKVCache],
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
         """Compute a flat batch and store its keys and values.
 
@@ -36,7 +36,7 @@ class Model(Protocol):
             token_ids: ``[num_tokens]`` int64.
             positions: ``[num_tokens]`` int64, index of each token in its sequence.
             kv_caches: one per layer.
-            metadata: the rows of the batch.
+            metadata: the rows of the batch, one per layer; layers of a KV group have the same.
 
         Returns:
             ``[num_tokens, hidden_size]`` after the final norm, in the weights' dtype.

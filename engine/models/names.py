@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+EXPERT_MODULE = re.compile(r"(?P<before>.+\.experts\.)(?P<expert>\d+)(?P<after>\..+)")
 LAYER_NAME = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<module>.+)\.(?P<kind>[^.]+)")
 
 GGUF_NAMES = {
@@ -22,8 +23,12 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{expert}.gate_proj": "ffn_gate_exps[{expert}]",
+    "mlp.experts.{expert}.up_proj": "ffn_up_exps[{expert}]",
+    "mlp.experts.{expert}.down_proj": "ffn_down_exps[{expert}]",
 }
-"""Of GGUF files, with ``blk.N.`` before those of a layer."""
+"""Of GGUF files, with ``blk.N.`` before those of a layer. ``[N]``: matrix N of a tensor of matrices."""
 
 GGUF_NORMS = {
     "pre": {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
@@ -46,13 +51,17 @@ def rename(name: str, names: Mapping[str, str], prefix: str) -> str:
 
     Args:
         names: module names, of a layer without the layer; what is not here stays. A new name with
-            ``{layer}`` is whole, others get ``prefix`` in a layer.
+            ``{layer}`` is whole, others get ``prefix`` in a layer. ``{expert}`` in both is any number.
         prefix: of a layer's tensors, with ``{layer}``.
     """
     match = LAYER_NAME.fullmatch(name)
     if match is None:
         module, _, kind = name.rpartition(".")
         return f"{names.get(module, module)}.{kind}"
-    module = names.get(match["module"], match["module"])
-    whole = module if "{layer}" in module else prefix + module
-    return f"{whole.format(layer=match['layer'])}.{match['kind']}"
+    module = match["module"]
+    expert = EXPERT_MODULE.fullmatch(module)
+    key = module if expert is None else f"{expert['before']}{{expert}}{expert['after']}"
+    new = names.get(key, module)
+    whole = new if "{layer}" in new else prefix + new
+    index = None if expert is None else expert["expert"]
+    return f"{whole.format(layer=match['layer'], expert=index)}.{match['kind']}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..checkpoint.spec import ModelSpec
+from ..checkpoint.spec import ExpertSpec, ModelSpec
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -19,7 +19,7 @@ def decoder_shapes(spec: ModelSpec) -> Shapes:
     for index in range(spec.num_layers):
         prefix = layer_prefix(index)
         shapes |= {prefix + name: shape for name, shape in layer_shapes(spec, index).items()}
-    shapes[FINAL_NORM] = (spec.hidden_size,)
+    shapes |= norm_shapes(spec, FINAL_NORM.removesuffix(".weight"))
     if not spec.tie_word_embeddings:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
@@ -27,8 +27,12 @@ def decoder_shapes(spec: ModelSpec) -> Shapes:
 
 def layer_shapes(spec: ModelSpec, index: int) -> Shapes:
     """The tensors of one layer, without its prefix."""
-    norms = {f"{name}.weight": (spec.hidden_size,) for name in norm_names(spec) if name}
-    return {**attention_shapes(spec), **mlp_shapes(spec), **norms}
+    experts = spec.layer(index).experts
+    mlp = mlp_shapes(spec) if experts is None else expert_shapes(spec, experts)
+    shapes = attention_shapes(spec) | mlp
+    for name in filter(None, norm_names(spec)):
+        shapes |= norm_shapes(spec, name)
+    return shapes
 
 
 def attention_shapes(spec: ModelSpec) -> Shapes:
@@ -49,8 +53,8 @@ def attention_shapes(spec: ModelSpec) -> Shapes:
 
 def mlp_shapes(spec: ModelSpec) -> Shapes:
     hidden, mlp = spec.hidden_size, spec.intermediate_size
-    rows = {"gate_proj": mlp, "up_proj": mlp}
-    if spec.has_fused_tensors:
+    rows = {"gate_proj": mlp, "up_proj": mlp} if spec.has_gate else {"up_proj": mlp}
+    if spec.has_fused_tensors and spec.has_gate:
         rows = {"gate_up_proj": 2 * mlp}
     shapes: Shapes = {}
     for name, num_out in rows.items():
@@ -58,9 +62,24 @@ def mlp_shapes(spec: ModelSpec) -> Shapes:
     return shapes | linear_shapes("mlp.down_proj", hidden, mlp, spec.mlp_bias)
 
 
+def expert_shapes(spec: ModelSpec, experts: ExpertSpec) -> Shapes:
+    hidden, mlp = spec.hidden_size, experts.intermediate_size
+    shapes: Shapes = {"mlp.gate.weight": (experts.num_experts, hidden)}
+    for name in (f"mlp.experts.{index}" for index in range(experts.num_experts)):
+        shapes[f"{name}.gate_proj.weight"] = shapes[f"{name}.up_proj.weight"] = (mlp, hidden)
+        shapes[f"{name}.down_proj.weight"] = (hidden, mlp)
+    return shapes
+
+
 def linear_shapes(name: str, num_out: int, num_in: int, has_bias: bool) -> Shapes:
     shapes: Shapes = {f"{name}.weight": (num_out, num_in)}
     return shapes | {f"{name}.bias": (num_out,)} if has_bias else shapes
+
+
+def norm_shapes(spec: ModelSpec, name: str) -> Shapes:
+    """A norm of hidden states."""
+    kinds = ("weight", "bias") if spec.norm_kind == "layer" else ("weight",)
+    return {f"{name}.{kind}": (spec.hidden_size,) for kind in kinds}
 
 
 def norm_names(spec: ModelSpec) -> tuple[str | None, str | None, str | None, str | None]:

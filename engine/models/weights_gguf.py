@@ -1,8 +1,14 @@
-"""Weights of a GGUF file: names, order of rows and numbers made transformers'."""
+"""Weights of a GGUF file: names, order of rows and numbers made transformers'.
+
+A tensor of three dimensions, the experts' matrices in one, counts as so many matrices: that of expert 3 in
+``blk.0.ffn_up_exps.weight`` is ``blk.0.ffn_up_exps[3].weight``.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,9 +16,11 @@ from torch import Tensor
 from ...kernels.ops import QuantizedRows
 from ..checkpoint.gguf_config import ROPE_TENSORS
 from ..checkpoint.gguf_file import GGUFFile
-from ..checkpoint.spec import ModelSpec
+from ..checkpoint.spec import MAX_EXPERTS, ModelSpec
 from .dequantize import AS_Q8_0, QUANTIZED_TYPES, dequantize, to_q8_0
 from .family import Family
+
+_MATRIX = re.compile(r"(?P<module>.*)\[(?P<index>\d+)\](?P<kind>[^\[\]]*)")
 
 
 class GGUFWeights:
@@ -21,7 +29,10 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile, spec: ModelSpec, family: Family) -> None:
         self.path = file.path
         self.shapes = {
-            name: tensor.shape for name, tensor in file.tensors.items() if name not in ROPE_TENSORS
+            part: shape
+            for name, tensor in file.tensors.items()
+            if name not in ROPE_TENSORS
+            for part, shape in matrices(name, tensor.shape)
         }
         self._file = file
         self._spec = spec
@@ -33,15 +44,15 @@ class GGUFWeights:
         return self._family.gguf_name(self._spec, name)
 
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self._file.tensors[self.own_name(name)]
-        if tensor.type in QUANTIZED_TYPES:
-            self._widened[tensor.type] += 1
-        data = torch.from_numpy(self._file.read(tensor.name))
-        values = dequantize(data, tensor.type, dtype).view(tensor.shape)
+        own_name = self.own_name(name)
+        data, type = self._read(own_name)
+        if type in QUANTIZED_TYPES:
+            self._widened[type] += 1
+        values = dequantize(data, type, dtype).view(self.shapes[own_name])
         return self._family.arrange_gguf(self._spec, name, values)
 
     def block_type(self, name: str) -> str | None:
-        type = self._file.tensors[self.own_name(name)].type
+        type = self._file.tensors[_tensor_of(self.own_name(name))].type
         if type not in QUANTIZED_TYPES:
             return None
         return "Q8_0" if type in AS_Q8_0 else type
@@ -50,13 +61,22 @@ class GGUFWeights:
         type = self.block_type(name)
         if type is None:
             return None
-        tensor = self._file.tensors[self.own_name(name)]
-        blocks = torch.from_numpy(self._file.read(tensor.name))
-        if tensor.type != type:
-            blocks = to_q8_0(blocks, tensor.type)
-        self._kept[tensor.type if tensor.type == type else f"{tensor.type} as {type}"] += 1
-        rows = self._family.arrange_gguf(self._spec, name, blocks.view(tensor.shape[0], -1))
-        return QuantizedRows(rows, type)
+        own_name = self.own_name(name)
+        blocks, own_type = self._read(own_name)
+        if own_type != type:
+            blocks = to_q8_0(blocks, own_type)
+        self._kept[own_type if own_type == type else f"{own_type} as {type}"] += 1
+        rows = blocks.view(self.shapes[own_name][0], -1)
+        return QuantizedRows(self._family.arrange_gguf(self._spec, name, rows), type)
+
+    def _read(self, own_name: str) -> tuple[Tensor, str]:
+        """Bytes of one tensor or matrix, ``[num_bytes]`` uint8, and their type."""
+        name = _tensor_of(own_name)
+        tensor = self._file.tensors[name]
+        data = torch.from_numpy(self._file.read(name))
+        if matrix := _MATRIX.fullmatch(own_name):
+            data = data.view(tensor.shape[0], -1)[int(matrix["index"])]
+        return data, tensor.type
 
     def storage(self) -> str:
         """What became of the quantised matrices that were read, for the log."""
@@ -70,3 +90,18 @@ class GGUFWeights:
 
     def close(self) -> None:
         """Tensors are mapped one by one, so nothing is held."""
+
+
+def matrices(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A tensor, or the matrices that it consists of, with their shapes."""
+    if len(shape) != 3 or shape[0] > MAX_EXPERTS:
+        yield name, shape
+        return
+    module, dot, kind = name.rpartition(".")
+    yield from ((f"{module}[{index}]{dot}{kind}", shape[1:]) for index in range(shape[0]))
+
+
+def _tensor_of(own_name: str) -> str:
+    """The tensor that holds a matrix, or itself."""
+    matrix = _MATRIX.fullmatch(own_name)
+    return own_name if matrix is None else matrix["module"] + matrix["kind"]

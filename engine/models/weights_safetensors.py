@@ -26,7 +26,8 @@ class SafetensorsWeights:
         tensor_files: which file holds which tensor; checked by :mod:`...checkpoint`.
 
     Raises:
-        CheckpointError: a file cannot be mapped, or a tensor does not hold floating-point numbers.
+        CheckpointError: a file cannot be mapped, or a tensor that is not ignored does not hold
+            floating-point numbers.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class SafetensorsWeights:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         part = self._handle(name).get_slice(name)
-        if part.get_dtype() not in FLOAT_TYPES:
+        is_read = not self._family.is_ignored(self._spec, name)
+        if is_read and part.get_dtype() not in FLOAT_TYPES:
             raise CheckpointError(
                 f"{self._files[name]}: tensor {name} has type {part.get_dtype()}; octavo reads "
                 f"{', '.join(FLOAT_TYPES)}."

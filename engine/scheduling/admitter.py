@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from ..memory.kv_cache_manager import KVCacheManager
 from ..memory.prefix_cache import PrefixMatch
@@ -78,7 +79,7 @@ class Admitter:
             if not self._has_seats(request) or self._is_hopeless(request):
                 return
             matches = self._matches(request)
-            if matches[0].copied_block_id is not None and not self._fits(request, matches[0]):
+            if matches[0].copied_block_ids and not self._fits(request, matches[0]):
                 matches[0] = matches[0].without_copy()
             if not self._fits(request, matches[0]):
                 return
@@ -240,15 +241,15 @@ class _Freed:
     def __init__(self, memory: KVCacheManager, match: PrefixMatch) -> None:
         self._ref_counts = memory.pool.ref_counts
         self._left: dict[int, int] = {}  # references that stay
-        self._wanted = frozenset(match.device_block_ids)  # which the newcomer takes at once
+        self._wanted = frozenset(chain.from_iterable(match.device_block_ids))
+        """Which the newcomer takes at once."""
 
     def by(self, request: Request) -> int:
         """Blocks that nobody has any more after ``request``."""
         num_freed = 0
         for sequence in request.sequences:
-            for table in sequence.blocks.tables if sequence.blocks is not None else ():
-                for block_id in table:
-                    left = self._left.get(block_id, self._ref_counts[block_id]) - 1
-                    self._left[block_id] = left
-                    num_freed += left == 0 and block_id not in self._wanted
+            for block_id in sequence.blocks.all_held() if sequence.blocks is not None else ():
+                left = self._left.get(block_id, self._ref_counts[block_id]) - 1
+                self._left[block_id] = left
+                num_freed += left == 0 and block_id not in self._wanted
         return num_freed

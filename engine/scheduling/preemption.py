@@ -87,10 +87,10 @@ class Preemption:
         if mode == "recompute" or not memory.cache.host.num_blocks or request.is_mean_pooled:
             return
         live = [(s, s.blocks) for s in request.sequences if s.blocks is not None]
-        own = memory.swappable_blocks(blocks for _, blocks in live)
-        num_tokens = sum(memory.pool.num_filled[block_id] for block_id in own)
+        tables = [blocks for _, blocks in live]
+        own = memory.swappable_blocks(tables)
         if mode == "auto" and not self._rates.prefers_swap(
-            len(own) * memory.block_bytes, num_tokens
+            len(own) * memory.block_bytes, memory.num_uncached_tokens(tables, own)
         ):
             return
         held = memory.swap_out([(blocks, s.token_ids) for s, blocks in live], own)

@@ -16,11 +16,11 @@ def num_blocks_wanted(memory: KVCacheManager, request: Request, match: PrefixMat
         match: what is there of its first sequence; shared blocks are not taken again.
     """
     leader, *others = request.unfinished
-    return (
-        memory.num_blocks_taken(match, len(leader.token_ids))
-        + _num_own_blocks(memory, others)
-        + request.num_unborn * _num_tail_blocks(memory, request)
+    num_own = _num_own_blocks(memory, others) + request.num_unborn * _num_tail_blocks(
+        memory, request
     )
+    num_sequences = 1 + len(others) + request.num_unborn
+    return memory.num_blocks_taken(match, len(leader.token_ids), num_own, num_sequences)
 
 
 def num_blocks_owed(memory: KVCacheManager, groups: Iterable[Request]) -> int:
@@ -35,20 +35,20 @@ def num_blocks_owed(memory: KVCacheManager, groups: Iterable[Request]) -> int:
             blocks = sequence.blocks
             if blocks is not None and blocks.num_slots < len(sequence.token_ids):
                 owed += memory.num_blocks_for(len(sequence.token_ids) - blocks.num_slots)
-        owed += _num_own_blocks(memory, request.pending)
-        owed += request.num_unborn * _num_tail_blocks(memory, request)
+        own = _num_own_blocks(memory, request.pending)
+        own += request.num_unborn * _num_tail_blocks(memory, request)
+        owed += own * memory.num_groups
     return owed
 
 
 def _num_own_blocks(memory: KVCacheManager, sequences: list[Sequence]) -> int:
-    """Blocks that forked sequences need beside the full blocks of their prompt."""
+    """Blocks, of each group, that forked sequences need beside the full blocks of their prompt."""
     size = memory.block_size
     return sum(
-        memory.num_blocks_for(len(s.token_ids) - s.num_prompt_tokens // size * size)
-        for s in sequences
+        -(-(len(s.token_ids) - s.num_prompt_tokens // size * size) // size) for s in sequences
     )
 
 
 def _num_tail_blocks(memory: KVCacheManager, request: Request) -> int:
-    """Blocks that a beam needs for the part of the prompt that fills no block."""
-    return memory.num_blocks_for(len(request.new.prompt_token_ids) % memory.block_size)
+    """Blocks, of each group, that a beam needs for the part of the prompt that fills no block."""
+    return int(len(request.new.prompt_token_ids) % memory.block_size > 0)

@@ -37,5 +37,5 @@ def _sequence(sequence: Sequence) -> KVSequence:
         sequence.seq_id,
         sequence.status.value,
         blocks.num_tokens if blocks is not None else 0,
-        tuple(b for table in blocks.tables for b in table) if blocks is not None else (),
+        tuple(blocks.all_held()) if blocks is not None else (),
     )

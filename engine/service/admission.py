@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import secrets
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from ..api import (
     TextPrompt,
 )
 from ..errors import InvalidRequestError, NotSupportedError
-from ..memory.kv_cache_manager import num_blocks_needed
+from ..memory.block_demand import BlockDemand
 from ..scheduling.request import NewRequest
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
@@ -284,28 +285,36 @@ class Admission:
         room = limit - num_prompt_tokens
         max_tokens = room if asked is None else min(asked, room)
         if asked is None:
-            max_tokens = max(1, min(max_tokens, self._fitting_tokens(num_prompt_tokens, sampling)))
+            fitting = self._fitting_tokens(num_prompt_tokens, max_tokens, sampling)
+            max_tokens = max(1, min(max_tokens, fitting))
         self._check_pool(num_prompt_tokens, max_tokens, sampling)
         return max_tokens
 
-    def _fitting_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
-        """Output tokens that ``_check_pool`` lets through."""
-        block_size, n = self._info.block_size, sampling.num_sequences
-        shared = num_prompt_tokens // block_size
-        own = (self._info.num_blocks - shared) // n - sampling.use_beam_search
-        return (shared + own) * block_size - num_prompt_tokens
+    def _num_blocks_needed(
+        self, num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams
+    ) -> int:
+        info = self._info
+        demand = BlockDemand(info.block_size, info.kv_windows, info.max_num_batched_tokens)
+        return demand.of_request(
+            num_prompt_tokens,
+            max_tokens,
+            sampling.num_sequences,
+            is_beam_search=sampling.use_beam_search,
+        )
+
+    def _fitting_tokens(self, num_prompt_tokens: int, most: int, sampling: SamplingParams) -> int:
+        """Output tokens, up to ``most``, that ``_check_pool`` lets through."""
+        return bisect_right(
+            range(1, most + 1),
+            self._info.num_blocks,
+            key=lambda count: self._num_blocks_needed(num_prompt_tokens, count, sampling),
+        )
 
     def _check_pool(
         self, num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams
     ) -> None:
         n = sampling.num_sequences
-        needed = num_blocks_needed(
-            num_prompt_tokens,
-            max_tokens,
-            n,
-            self._info.block_size,
-            is_beam_search=sampling.use_beam_search,
-        )
+        needed = self._num_blocks_needed(num_prompt_tokens, max_tokens, sampling)
         if needed > self._info.num_blocks:
             raise InvalidRequestError(
                 f"A prompt of {num_prompt_tokens} tokens and {n} x {max_tokens} output tokens needs "

@@ -42,8 +42,10 @@ def test_norms(arch: str, dtype: torch.dtype) -> None:
             x, weight = _meta(7, size, dtype=dtype), _meta(size, dtype=dtype)
             triton_norm.rms_norm(x, weight, 1e-5)
             triton_norm.add_rms_norm(x, x, weight, 1e-5)
+            triton_norm.layer_norm(x, weight, None, 1e-5)
+            triton_norm.add_layer_norm(x, x, weight, weight, 1e-5)
 
-    _check(arch, call, 6)
+    _check(arch, call, 12)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -65,8 +67,10 @@ def test_gates(arch: str, dtype: torch.dtype) -> None:
             x = _meta(7, 2 * size, dtype=dtype)
             triton_activation.silu_and_mul(x)
             triton_activation.gelu_and_mul(x)
+            triton_activation.gelu(x, is_tanh=False)
+            triton_activation.gelu(x, is_tanh=True)
 
-    _check(arch, call, 4)
+    _check(arch, call, 8)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

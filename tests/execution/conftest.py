@@ -68,14 +68,15 @@ class FakeModel:
         token_ids: Tensor,
         positions: Tensor,
         kv_caches: Sequence[LayerKVCache],
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
         self.num_tokens_seen.append(len(token_ids))
         x = torch.nn.functional.one_hot(token_ids, VOCAB_SIZE).float() * (1 + positions[:, None])
         x[token_ids == VOCAB_SIZE - 1] = float("nan")
-        for cache in kv_caches:
-            self.ops.store_kv(x[:, None], x[:, None], cache, metadata.slot_mapping)
-            x = self.ops.attention(x[:, None] * 0, cache, metadata, scale=1.0)[:, 0]
+        for index, (cache, rows) in enumerate(zip(kv_caches, metadata, strict=True)):
+            window = self.spec.layer(index).window
+            self.ops.store_kv(x[:, None], x[:, None], cache, rows.slot_mapping)
+            x = self.ops.attention(x[:, None] * 0, cache, rows, scale=1.0, window=window)[:, 0]
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

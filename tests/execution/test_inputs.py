@@ -30,7 +30,7 @@ def test_a_mixed_plan_by_hand() -> None:
     plan = StepPlan(0, new_rows=news, rows=rows)
     table.apply(plan)
     inputs = build_inputs(plan.rows, table, Transfer(torch.device("cpu")))
-    metadata = inputs.metadata
+    (metadata,) = inputs.metadata
     # The decode of sequence 11 comes first; the others keep their order.
     assert inputs.token_ids.tolist() == [9, 102, 103, 104, 207, 208]
     assert inputs.positions.tolist() == [2, 2, 3, 4, 7, 8]
@@ -38,7 +38,7 @@ def test_a_mixed_plan_by_hand() -> None:
     assert metadata.query_start_loc.tolist() == [0, 1, 4, 6]
     assert metadata.seq_lens.tolist() == list(metadata.seq_lens_host) == [3, 5, 9]
     assert list(metadata.query_lens_host) == [1, 3, 2]
-    assert metadata.block_tables.tolist() == [[5, 5, 5], [40, 41, 40], [30, 20, 10]]
+    assert metadata.block_tables.tolist() == [[5, 5, 5], [40, 41, 41], [30, 20, 10]]
     assert (metadata.max_query_len, metadata.max_seq_len) == (3, 9)
     assert metadata.num_decode_rows == 1
     assert inputs.last_tokens.tolist() == [3, 0, 5]  # in the plan's order

@@ -43,37 +43,36 @@ def test_bytes_of_a_block(fake_model: Any) -> None:
 
 def test_the_override_beats_everything(fake_model: Any, available: Any) -> None:
     config = _config(num_gpu_blocks_override=7, kv_cache_memory_bytes=1 << 20)
-    assert num_blocks_for(config, fake_model, CPU, max_model_len=64) == 7
+    assert num_blocks_for(config, fake_model, CPU, num_sequence_blocks=4) == 7
 
 
 def test_a_size_in_bytes_is_never_exceeded(fake_model: Any, available: Any) -> None:
     block = kv_block_bytes(fake_model, 16)
     for num_bytes, expected in ((block, 1), (3 * block - 1, 2), (3 * block, 3)):
         config = _config(kv_cache_memory_bytes=num_bytes)
-        assert num_blocks_for(config, fake_model, CPU, max_model_len=64) == expected
+        assert num_blocks_for(config, fake_model, CPU, num_sequence_blocks=4) == expected
 
 
 def test_the_default_on_a_cpu(fake_model: Any, available: Any) -> None:
     block = kv_block_bytes(fake_model, 16)
 
-    def default(window: int | None) -> int:
-        return num_blocks_for(_config(), fake_model, CPU, max_model_len=window)
+    def default(num_sequence_blocks: int) -> int:
+        return num_blocks_for(_config(), fake_model, CPU, num_sequence_blocks=num_sequence_blocks)
 
-    assert default(64) == CPU_DEFAULT_BYTES // block
-    assert default(None) == CPU_DEFAULT_BYTES // block
-    long = 3 * CPU_DEFAULT_BYTES // block * 16
-    assert default(long - 15) == long // 16  # one sequence of the window, to the last block
+    assert default(4) == CPU_DEFAULT_BYTES // block
+    long = 3 * CPU_DEFAULT_BYTES // block
+    assert default(long) == long  # one sequence of the window
     available(4 << 20)
-    assert default(64) == (1 << 20) // block  # a quarter of what is left
+    assert default(4) == (1 << 20) // block  # a quarter of what is left
 
 
 def test_too_little_is_refused_with_the_numbers(fake_model: Any, available: Any) -> None:
     block = kv_block_bytes(fake_model, 16)
     with pytest.raises(ConfigError, match=rf"--kv-cache-memory-bytes .*{block} bytes"):
-        num_blocks_for(_config(kv_cache_memory_bytes=1), fake_model, CPU, max_model_len=64)
+        num_blocks_for(_config(kv_cache_memory_bytes=1), fake_model, CPU, num_sequence_blocks=4)
     available(1000)
     with pytest.raises(ConfigError, match="1000 bytes are available"):
-        num_blocks_for(_config(), fake_model, CPU, max_model_len=64)
+        num_blocks_for(_config(), fake_model, CPU, num_sequence_blocks=4)
 
 
 def test_more_than_there_is_is_refused_with_the_numbers(fake_model: Any, available: Any) -> None:
@@ -84,7 +83,7 @@ def test_more_than_there_is_is_refused_with_the_numbers(fake_model: Any, availab
         ConfigError,
         match=rf"--num-gpu-blocks-override asks for 11 .*{11 * block} bytes; {10 * block} bytes",
     ):
-        num_blocks_for(config, fake_model, CPU, max_model_len=64)
+        num_blocks_for(config, fake_model, CPU, num_sequence_blocks=4)
 
 
 def test_on_a_gpu_the_profile_decides(fake_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +100,7 @@ def test_on_a_gpu_the_profile_decides(fake_model: Any, monkeypatch: pytest.Monke
     def num_blocks(**options: Any) -> int:
         config = _config(**options)
         cuda = torch.device("cuda")
-        return num_blocks_for(config, fake_model, cuda, max_model_len=64, profile=profile)
+        return num_blocks_for(config, fake_model, cuda, num_sequence_blocks=4, profile=profile)
 
     assert num_blocks(gpu_memory_utilization=0.5) == (12 << 30) // kv_block_bytes(fake_model, 16)
     assert num_blocks(num_gpu_blocks_override=7) == 7

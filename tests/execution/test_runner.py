@@ -334,12 +334,12 @@ class TestBrokenPlans:
         driver = make_driver()
         with pytest.raises(ExecutionError, match="host tier"):
             driver.step(block_swaps=(BlockSwap(0, 1, 1, True),))
-        with pytest.raises(ExecutionError, match="one KV group, and a block of group 1"):
+        with pytest.raises(ExecutionError, match="1 KV groups, and a block of group 1"):
             driver.step(block_copies=(BlockCopy(1, 0, 1),))
-        with pytest.raises(ExecutionError, match="one KV group, and a block of group 1"):
+        with pytest.raises(ExecutionError, match="1 KV groups, and a block of group 1"):
             driver.step(block_swaps=(BlockSwap(1, 1, 1, True),))
         row = driver.row(0, 0, 1)
-        with pytest.raises(ExecutionError, match="one KV group"):
+        with pytest.raises(ExecutionError, match="1 KV groups, not 2"):
             driver.step([row._replace(block_tables=([0], [1]))])
         with pytest.raises(ExecutionError, match="samples and candidates"):
             driver.step([row._replace(num_candidates=4)])

@@ -23,15 +23,21 @@ from octavo.kernels.cpu_structs import (
     AddArgs,
     Args,
     AttentionArgs,
+    ClampArgs,
+    CombineArgs,
     EmbedArgs,
     GateArgs,
+    GeluArgs,
     Instruction,
+    LayerNormArgs,
     LinearArgs,
     OpKind,
     PackRowsArgs,
     RmsNormArgs,
     RotaryArgs,
+    RouteArgs,
     SampleArgs,
+    SortExpertsArgs,
     StoreKVArgs,
 )
 
@@ -170,6 +176,19 @@ class DrivenLibrary:
         yield "residual", _rows(n, a.out_stride, a.size)
         yield "out", _rows(n, a.out_stride, a.size)
 
+    def _layer_norm(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("weight", a.size * 4), ("bias", a.size * 4))
+        yield "x", _rows(n, a.x_stride, a.size)
+        yield "residual", _rows(n, a.residual_stride, a.size)
+        yield "out", _rows(n, a.out_stride, a.size)
+
+    def _gelu(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield "num_tokens", 8
+        yield "x", _rows(n, a.x_stride, a.size)
+        yield "out", _rows(n, a.out_stride, a.size)
+
     def _gate(self, a: Any) -> Iterator[Span]:
         n = _number(a.num_tokens)
         yield "num_tokens", 8
@@ -206,8 +225,9 @@ class DrivenLibrary:
         yield from _cache(a, int(tables.max(initial=-1)))
 
     def _pack_rows(self, a: Any) -> Iterator[Span]:
-        yield "num_tokens", 8
-        yield "x", _rows(_number(a.num_tokens), a.x_stride, a.size)
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("sources", n * 4))
+        yield "x", _rows(a.num_sources if a.sources else n, a.x_stride, a.size)
         yield "out", self._ask(_ROWS_SIZE, a.kind, a.capacity, a.size)
 
     def _linear(self, a: Any) -> Iterator[Span]:
@@ -217,8 +237,9 @@ class DrivenLibrary:
             yield "x", _rows(n, a.x_stride, a.in_features)
         else:
             yield "x", self._ask(_ROWS_SIZE, a.row_kind, a.capacity, a.in_features)
-        yield "weight", self._ask(_WEIGHT_SIZE, a.kind, a.out_features, a.in_features)
-        yield "bias", a.out_features * 4
+        weight = self._ask(_WEIGHT_SIZE, a.kind, a.out_features, a.in_features)
+        yield "weight", (max(a.num_groups, 1) - 1) * a.weight_stride + weight
+        yield from (("bias", a.out_features * 4), ("group_starts", a.num_groups * 4 + 4))
         yield "out", _rows(n, a.out_stride, a.out_features)
 
     def _sample(self, a: Any) -> Iterator[Span]:
@@ -227,11 +248,32 @@ class DrivenLibrary:
         yield from ((name, n * 4) for name in ("temperature", "top_p", "min_p"))
         yield from ((name, n * 8) for name in ("top_k", "seed", "position", "out"))
 
+    def _route(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("logits", _rows(n, a.logits_stride, a.num_experts)))
+        yield from ((name, n * a.top_k * 4) for name in ("experts", "weights"))
+
+    def _sort_experts(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("num_rows", 8), ("starts", a.num_experts * 4 + 4))
+        yield from ((name, n * a.top_k * 4) for name in ("experts", "tokens", "rows"))
+
+    def _clamp(self, a: Any) -> Iterator[Span]:
+        yield from (("num_tokens", 8), ("x", _rows(_number(a.num_tokens), a.x_stride, a.size)))
+
+    def _combine(self, a: Any) -> Iterator[Span]:
+        n = _number(a.num_tokens)
+        yield from (("num_tokens", 8), ("x", _rows(n * a.top_k, a.x_stride, a.size)))
+        yield from ((name, n * a.top_k * 4) for name in ("rows", "weights"))
+        yield "out", _rows(n, a.out_stride, a.size)
+
 
 _SPANS: dict[type[Args], Callable[[DrivenLibrary, Any], Iterator[Span]]] = {
     EmbedArgs: DrivenLibrary._embed,
     RmsNormArgs: DrivenLibrary._rms_norm,
+    LayerNormArgs: DrivenLibrary._layer_norm,
     AddArgs: DrivenLibrary._add,
+    GeluArgs: DrivenLibrary._gelu,
     GateArgs: DrivenLibrary._gate,
     RotaryArgs: DrivenLibrary._rotary,
     StoreKVArgs: DrivenLibrary._store_kv,
@@ -239,6 +281,10 @@ _SPANS: dict[type[Args], Callable[[DrivenLibrary, Any], Iterator[Span]]] = {
     PackRowsArgs: DrivenLibrary._pack_rows,
     LinearArgs: DrivenLibrary._linear,
     SampleArgs: DrivenLibrary._sample,
+    RouteArgs: DrivenLibrary._route,
+    SortExpertsArgs: DrivenLibrary._sort_experts,
+    CombineArgs: DrivenLibrary._combine,
+    ClampArgs: DrivenLibrary._clamp,
 }
 
 

@@ -609,8 +609,15 @@ void rms_norm_rows(const RmsNormArgs&, int64_t, int64_t) { throw std::bad_alloc(
 NO_ROWS(rotary_rows, RotaryArgs)
 NO_ROWS(store_kv, StoreKVArgs)
 NO_ROWS(pack_rows, PackRowsArgs)
+NO_ROWS(add_rows, AddArgs)
+NO_ROWS(route_rows, RouteArgs)
+NO_ROWS(combine_rows, CombineArgs)
+NO_ROWS(clamp_rows, ClampArgs)
+NO_ROWS(layer_norm_rows, LayerNormArgs)
+NO_ROWS(gelu_rows, GeluArgs)
 NO_PART(attention_part, AttentionArgs)
 NO_PART(linear_part, LinearArgs)
+NO_PART(sort_experts_part, SortExpertsArgs)
 }  // namespace octavo
 extern "C" void nested_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
   octavo::run_team(2, [&](int64_t rank, int64_t) {

@@ -17,6 +17,8 @@ from octavo.kernels.cpu_structs import (
     Args,
     EmbedArgs,
     GateArgs,
+    GeluArgs,
+    LayerNormArgs,
     PackRowsArgs,
     RmsNormArgs,
     RotaryArgs,
@@ -106,6 +108,45 @@ class Caller:
             eps=eps,
             size=x.shape[1],
             num_heads=1,
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+        )
+        return self._checked(whole, out)
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        whole, out = self._out(*x.shape)
+        self._run(
+            LayerNormArgs,
+            len(x),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            residual=None if residual is None else residual.data_ptr(),
+            residual_stride=0 if residual is None else residual.stride(0),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            eps=eps,
+            size=x.shape[1],
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+        )
+        return self._checked(whole, out)
+
+    def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
+        whole, out = self._out(*x.shape)
+        self._run(
+            GeluArgs,
+            len(x),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            size=x.shape[1],
+            is_tanh=is_tanh,
             out=out.data_ptr(),
             out_stride=out.stride(0),
         )
@@ -275,6 +316,76 @@ def test_rms_norm_in_place(native: ctypes.CDLL) -> None:
     assert_same_bits(x, expected)
 
 
+def expected_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """In float64."""
+    bias = None if bias is None else bias.double()
+    layer_norm = torch.nn.functional.layer_norm
+    return layer_norm(x.double(), (x.shape[1],), weight.double(), bias, eps).float()
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("centre", [0.0, 100.0])
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_layer_norm(size: int, centre: float, has_bias: bool, call: Caller) -> None:
+    """Also far from zero, where the mean of the squares less the mean's square has no digits left."""
+    x, weight = wide(draw(5, size) + centre), draw(size, seed=1)
+    bias = draw(size, seed=3) if has_bias else None
+    out = call.layer_norm(x, weight, bias, 1e-5)
+    expected = expected_layer_norm(x, weight, bias, 1e-5)
+    tolerance = 3e-6 if centre == 0.0 else 1e-4
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_add_layer_norm(size: int, call: Caller) -> None:
+    x, residual = wide(draw(5, size)), wide(draw(5, size, seed=2))
+    weight, bias = draw(size, seed=1), draw(size, seed=3)
+    total = x + residual
+    out = call.layer_norm(x, weight, bias, 1e-5, residual)
+    assert_same_bits(residual, total)
+    assert_same_bits(out, call.layer_norm(total, weight, bias, 1e-5))
+
+
+# --- GELU ------------------------------------------------------------------------------------------
+
+
+def expected_gelu(x: Tensor, is_tanh: bool) -> Tensor:
+    """In float64."""
+    approximate = "tanh" if is_tanh else "none"
+    return torch.nn.functional.gelu(x.double(), approximate=approximate).float()
+
+
+@pytest.mark.parametrize("is_tanh", [False, True])
+@pytest.mark.parametrize("size", [*SIZES, 511, 512, 513])
+def test_gelu(size: int, is_tanh: bool, call: Caller) -> None:
+    x = wide(draw(5, size, scale=3.0))
+    torch.testing.assert_close(
+        call.gelu(x, is_tanh), expected_gelu(x, is_tanh), rtol=2e-6, atol=1e-7
+    )
+
+
+def test_gelu_of_every_magnitude(call: Caller) -> None:
+    """To its last digits even where it is nearly nothing, as erfc has them and 1 + erf has not."""
+    x = torch.linspace(-11, 11, 100001)[None]
+    expected = (0.5 * x.double() * torch.erfc(x.double() / -math.sqrt(2))).float()
+    torch.testing.assert_close(call.gelu(x, False), expected, rtol=2e-6, atol=1e-35)
+
+
+@pytest.mark.parametrize("is_tanh", [False, True])
+def test_gelu_far_from_zero(is_tanh: bool, call: Caller) -> None:
+    x = torch.tensor([[0.0, -0.0, 1e-30, 87.5, -87.5, 500.0, -500.0, 1e30, -1e30, INF]])
+    torch.testing.assert_close(
+        call.gelu(x, is_tanh), expected_gelu(x, is_tanh), rtol=1e-6, atol=1e-30
+    )
+
+
+@pytest.mark.parametrize("is_tanh", [False, True])
+def test_gelu_keeps_nan(is_tanh: bool, call: Caller) -> None:
+    x = draw(1, 40)
+    x[0, 3] = x[0, 27] = NAN
+    assert call.gelu(x, is_tanh)[0].isnan().nonzero().flatten().tolist() == [3, 27]
+
+
 @pytest.mark.parametrize("head_dim", [1, 16, 24, 64, 65, 128])
 def test_norm_of_heads(head_dim: int, call: Caller) -> None:
     whole, weight = draw(4, 5, head_dim), draw(head_dim, seed=1)
@@ -438,7 +549,7 @@ def all_ops(caller: Caller, x: Tensor, order: list[int]) -> list[Tensor]:
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     heads = rows[:, :320].reshape(-1, 10, 32).clone()
     caller.rotary(heads, torch.tensor(order), cos_sin)
-    residual = rows[:, size:].clone()
+    residual, centred = (rows[:, size:].clone() for _ in range(2))
     normed = rows[:, :320].reshape(-1, 10, 32).clone()
     caller.norm_heads(normed, weight[:32], 1e-5)
     return [
@@ -448,6 +559,11 @@ def all_ops(caller: Caller, x: Tensor, order: list[int]) -> list[Tensor]:
         caller.rms_norm(rows[:, :size], weight, 1e-5),
         caller.rms_norm(rows[:, :size], weight, 1e-5, residual),
         residual,
+        caller.layer_norm(rows[:, :size], weight, weight, 1e-5),
+        caller.layer_norm(rows[:, :size], weight, None, 1e-5, centred),
+        centred,
+        caller.gelu(rows, False),
+        caller.gelu(rows, True),
         caller.gate(rows, 0),
         caller.gate(rows, 1),
         heads,
@@ -473,5 +589,7 @@ def test_no_rows(call: Caller) -> None:
     empty = torch.empty(0, 64)
     assert call.rms_norm(empty, torch.ones(64), 1e-5).shape == (0, 64)
     assert call.gate(empty, 0).shape == (0, 32)
+    assert call.layer_norm(empty, torch.ones(64), None, 1e-5).shape == (0, 64)
+    assert call.gelu(empty, False).shape == (0, 64)
     assert call.pack_bf16(empty, 0).shape == (0, 64)
     assert call.embed(torch.empty(0, dtype=torch.int64), draw(3, 64)).shape == (0, 64)

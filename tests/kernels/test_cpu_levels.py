@@ -135,6 +135,13 @@ def test_rows(size: int, ops: CpuOps) -> None:
     normed, summed = ops.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(summed, total)
     assert_near(normed, expected, 1e-6)
+    bias = draw(size, seed=3)
+    expected = REFERENCE.layer_norm(x, weight, bias, 1e-5)
+    assert_near(ops.layer_norm(x, weight, bias, 1e-5), expected, 1e-6)
+    assert torch.equal(ops.add(x, residual.clone()), x + residual)
+    for is_tanh in (False, True):
+        expected = REFERENCE.gelu(x * 20, is_tanh=is_tanh)
+        assert_near(ops.gelu(x * 20, is_tanh=is_tanh), expected, 1e-6)
     pair = draw(5, 2 * size) * 20
     assert_near(ops.silu_and_mul(pair), REFERENCE.silu_and_mul(pair), 1e-6)
     assert_near(ops.gelu_and_mul(pair), REFERENCE.gelu_and_mul(pair), 1e-6)
@@ -169,6 +176,34 @@ def test_products(type: str, ops: CpuOps) -> None:
     assert_near(product, x @ weight.float().T + bias, tolerance)
     for row in (0, 20, 36):
         assert torch.equal(ops.linear(x[row : row + 1], packed)[0], product[row])
+
+
+@pytest.mark.parametrize("type", ["float32", "bfloat16", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_experts(type: str, renormalise: bool, ops: CpuOps) -> None:
+    """And a row by itself is bit-equal to the row among others."""
+    num_experts, hidden, mlp = 6, 64, 32
+    x, logits = draw(37, hidden), draw(37, num_experts, seed=4)
+    shapes = [(2 * mlp, hidden), (hidden, mlp)]
+    if type.startswith("Q"):
+        blocks = [[draw_blocks(type, n, k // 32)] * num_experts for n, k in shapes]
+        packed = ops.pack_experts(blocks[0], blocks[1], num_experts)
+        dense = [
+            [dequantize(one.blocks.view(n, -1), type, torch.float32).view(n, k) for one in part]
+            for part, (n, k) in zip(blocks, shapes, strict=True)
+        ]
+    else:
+        dense = [[(draw(n, k, seed=e) / k**0.5) for e in range(num_experts)] for n, k in shapes]
+        dense = [[one.to(getattr(torch, type)) for one in part] for part in dense]
+        packed = ops.pack_experts(dense[0], dense[1], num_experts)
+    options: dict[str, Any] = {"top_k": 3, "renormalise": renormalise}
+    mixed = ops.routed_experts(x, logits, packed, **options)
+    oracle = REFERENCE.pack_experts(dense[0], dense[1], num_experts)
+    expected = REFERENCE.routed_experts(x, logits, oracle, **options)
+    assert_near(mixed, expected, 1e-5 if type == "float32" else 2e-2)
+    for row in (0, 20, 36):
+        alone = ops.routed_experts(x[row : row + 1], logits[row : row + 1], packed, **options)
+        assert torch.equal(alone[0], mixed[row])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,6 +45,14 @@ def normalise(ops: CpuOps) -> None:
     ops.rms_norm(torch.ones(2, 9), torch.ones(8), 1e-5)
 
 
+def centre(ops: CpuOps) -> None:
+    ops.layer_norm(torch.ones(2, 9), torch.ones(8), None, 1e-5)
+
+
+def offset(ops: CpuOps) -> None:
+    ops.layer_norm(torch.ones(2, 9), torch.ones(9), torch.ones(8), 1e-5)
+
+
 def rotate(ops: CpuOps) -> None:
     ops.rotary(torch.ones(1, 2, 8), torch.ones(1, 1, 8), torch.tensor([0]), torch.ones(4, 10))
 
@@ -68,6 +76,8 @@ def store(ops: CpuOps) -> None:
         (multiply, "rows of 9 times a weight of 8 in_features"),
         (embed, r"a table with strides \(1, 6\)"),
         (normalise, "a norm of 8 for rows of 9"),
+        (centre, "a norm of 8 for rows of 9"),
+        (offset, "a norm of 8 for rows of 9"),
         (normalise_heads, "a norm of 7 for 1 heads of 8"),
         (add, r"the sum of \(2, 8\) and \(2, 9\)"),
         (rotate, "10 of heads of 8 and 8 rotated"),

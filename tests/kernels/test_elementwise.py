@@ -193,3 +193,58 @@ def test_logits_are_rounded_once_in_float32(dtype: torch.dtype, num_rows: int) -
         got = ops.logits(x, ops.pack_head(weight))
         assert got.dtype == torch.float32
         assert (got - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("size", [(1, 576), (33, 80), (5, 1)])
+def test_layer_norms(dtype: torch.dtype, has_bias: bool, size: tuple[int, int]) -> None:
+    x, residual = _randn(*size, dtype=dtype) + 3, _randn(*size, dtype=dtype, seed=1)
+    weight = _randn(size[1], dtype=dtype, seed=2)
+    bias = _randn(size[1], dtype=dtype, seed=3) if has_bias else None
+    fast, oracle = TorchOps(), ReferenceOps()
+    _assert_close(fast.layer_norm(x, weight, bias, 1e-5), oracle.layer_norm(x, weight, bias, 1e-5))
+    expected = oracle.add_layer_norm(x, residual.clone(), weight, bias, 1e-5)
+    got = fast.add_layer_norm(x, residual.clone(), weight, bias, 1e-5)
+    for one, other in zip(got, expected, strict=True):
+        _assert_close(one, other)
+    assert torch.equal(fast.add(x, residual.clone()), x + residual)
+    assert torch.equal(oracle.add(x, residual), x + residual)
+
+
+def test_layer_norm_is_the_formula(ops: Ops) -> None:
+    x, weight, bias = torch.tensor([[3.0, 5.0]]), torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
+    torch.testing.assert_close(ops.layer_norm(x, weight, bias, 0.0), torch.tensor([[-0.5, 2.0]]))
+    torch.testing.assert_close(ops.layer_norm(x, weight, None, 3.0), torch.tensor([[-0.5, 1.0]]))
+
+
+def test_a_wide_weight_is_not_rounded(ops: Ops, recwarn: pytest.WarningsRecorder) -> None:
+    """1 + weight, in float32, of a model whose activations are bfloat16 (Gemma)."""
+    x, weight = _randn(3, 80, dtype=torch.bfloat16), 1 + _randn(80, seed=1) / 200
+    exact = x.double() * torch.rsqrt(x.double().square().mean(dim=-1, keepdim=True))
+    got = ops.rms_norm(x, weight, 0.0)
+    assert torch.equal(got, (exact * weight.double()).bfloat16())
+    assert not torch.equal(got, ops.rms_norm(x, weight.bfloat16(), 0.0))
+    assert ops.layer_norm(x, weight, weight, 0.0).dtype == torch.bfloat16
+    assert not recwarn.list
+
+
+def test_gelu_is_the_formula(ops: Ops) -> None:
+    numbers = [1.5, -2.0, 0.0, 4.0]
+    x = torch.tensor([numbers])
+    exact = [v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in numbers]
+    near = [
+        0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in numbers
+    ]
+    torch.testing.assert_close(ops.gelu(x.clone(), is_tanh=False), torch.tensor([exact]))
+    torch.testing.assert_close(ops.gelu(x.clone(), is_tanh=True), torch.tensor([near]))
+
+
+def test_angles_of_two_tables_are_kept_apart() -> None:
+    """Layers of one step that turn by other angles (Gemma 3)."""
+    fast, positions = TorchOps(), torch.tensor([8, 0, 3])
+    tables = [_randn(9, 16), _randn(9, 16, seed=1)]
+    q = _randn(3, 4, 16, seed=2)
+    for cos_sin in (*tables, *tables):
+        expected, _ = ReferenceOps().rotary(q, q, positions, cos_sin)
+        torch.testing.assert_close(fast.rotary(q, q, positions, cos_sin)[0], expected)

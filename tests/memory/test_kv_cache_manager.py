@@ -55,7 +55,7 @@ def test_grow_takes_only_missing_blocks_and_nothing_on_failure() -> None:
 
 
 def test_groups_grow_together() -> None:
-    memory = KVCacheManager(6, 4, num_groups=2, enable_prefix_caching=False)
+    memory = KVCacheManager(6, 4, (None, None))
     blocks = memory.open(0)
     assert memory.grow(blocks, 5)
     assert [len(table) for table in blocks.tables] == [2, 2]

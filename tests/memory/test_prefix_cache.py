@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.engine.memory.block_hash import HashChain, hash_block, root_hash
+from octavo.engine.memory.block_hash import HashChain, group_of, hash_block, in_group, root_hash
 from octavo.engine.memory.block_table import SequenceBlocks
 from octavo.engine.memory.kv_cache_manager import KVCacheManager
 from octavo.engine.memory.prefix_cache import PrefixMatch
@@ -63,12 +63,14 @@ def test_names_depend_on_tokens_parent_and_salt() -> None:
         hash_block(root, [1]),
         hash_block(salted, [1, 2]),
         hash_block(hash_block(root, [1, 2]), [1, 2]),
-        root_hash(None, kv_group=1),
+        in_group(hash_block(root, [1, 2]), 1),
         root,
         salted,
     }
     assert len(names) == 8
     assert root_hash("") != root_hash(None)
+    assert hash_block(in_group(root, 3), [1, 2]) == in_group(hash_block(root, [1, 2]), 3)
+    assert (group_of(root), group_of(in_group(root, 300))) == (0, 300)
 
 
 def test_blocks_stay_findable_after_their_sequence() -> None:
@@ -76,7 +78,7 @@ def test_blocks_stay_findable_after_their_sequence() -> None:
     table = t.run(0, TOKENS[:20])
     assert t.memory.pool.num_used_blocks == 0
     match = t.match([*TOKENS[:16], 1, 2, 3])
-    assert match.device_block_ids == tuple(table[:2])
+    assert match.device_block_ids == (tuple(table[:2]),)
     assert match.num_tokens == 16
     assert t.match([*TOKENS[:15], 1]).num_tokens == 8 + 7
 
@@ -133,7 +135,7 @@ def test_a_full_hit_is_shared_with_all_its_tokens() -> None:
     t = Tape()
     table = t.run(0, TOKENS[:16])
     match = t.match(TOKENS[:16])
-    assert (match.num_tokens, match.device_block_ids) == (16, tuple(table))
+    assert (match.num_tokens, match.device_block_ids) == (16, (tuple(table),))
 
 
 def test_the_source_of_a_hit_inside_a_block_is_not_used_anew_before_the_copy() -> None:
@@ -272,9 +274,9 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert len(memory.cache.index) == 0
 
 
-def test_one_group_is_what_prefix_caching_needs() -> None:
-    with pytest.raises(ValueError, match="one KV group"):
-        KVCacheManager(4, 8, num_groups=2)
+def test_windows_need_to_know_how_long_steps_are() -> None:
+    with pytest.raises(ValueError, match="tokens of a step"):
+        KVCacheManager(4, 8, (None, 16))
 
 
 def test_times_of_evicted_blocks_are_counted() -> None:

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from octavo.engine.api import SamplingParams
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.hf_config import read_spec
 from octavo.engine.llm import LLM
 from octavo.engine.models.loader import load_model
 from octavo.engine.models.model import Model
@@ -69,6 +70,14 @@ def _tiny_of(model_class: Any, config_class: Any, **changes: Any) -> Any:
     return model.eval()
 
 
+def _assert_read_alike(model_class: Any, **keys: Any) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 6, "num_attention_heads": 32}
+    own = {"architectures": [model_class.__name__]}
+    written = model_class.config_class(**sizes, **keys).to_dict()
+    assert read_spec({**sizes, **keys, **own}, "short") == read_spec({**written, **own}, "full")
+
+
 class Row(NamedTuple):
     """Tokens of one sequence in a step: those from ``start`` on; what is before was computed."""
 
@@ -87,13 +96,16 @@ class PagedModel:
             cache.key.fill_(UNWRITTEN)
             cache.value.fill_(UNWRITTEN)
         self.model = model
-        self._forward = ops.record_step(lambda t, p, m: model.forward(t, p, self.caches, m))
+        self._forward = ops.record_step(
+            lambda t, p, m: model.forward(t, p, self.caches, [*m] * model.num_layers)
+        )
 
     def step(self, *rows: Row) -> list[Tensor]:
         """Logits of each row's tokens, ``[num_tokens, vocab_size]``."""
         counts = [len(row.tokens) - row.start for row in rows]
         with torch.inference_mode():
-            hidden = self._forward(*_step_inputs(rows, counts))
+            token_ids, positions, metadata = _step_inputs(rows, counts)
+            hidden = self._forward(token_ids, positions, [metadata])
             return list(self.model.logits(hidden).split(counts))  # type: ignore[no-untyped-call]
 
 
@@ -251,7 +263,7 @@ class PagedSequence:
                 torch.tensor(token_ids),
                 torch.arange(start, end),
                 self.caches,
-                self._metadata(start, end),
+                [self._metadata(start, end)] * self.model.num_layers,
             )
             return self.model.logits(hidden)
 
@@ -315,13 +327,14 @@ def _write_gguf(
     kind = gguf.GGMLQuantizationType[type]
     names = gguf.get_tensor_name_map(_gguf_arch(arch), config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, parameter in model.named_parameters():
+    for name, own in _gguf_tensors(model):
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
-        values = convert(name, parameter.detach().numpy())
-        num_heads = heads.get(name.split(".")[-2]) if is_permuted else None
-        stored = values if num_heads is None else _permute(values, num_heads)
-        if values.ndim == 1:
+        values = own.numpy()
+        stored = np.ascontiguousarray(convert(name, values))
+        if is_permuted and (num_heads := heads.get(name.split(".")[-2])) is not None:
+            stored = _permute(stored, num_heads)
+        if values.ndim == 1 or own_name.endswith("ffn_gate_inp.weight"):
             writer.add_tensor(own_name, stored)
             continue
         if name in blocks:
@@ -331,8 +344,8 @@ def _write_gguf(
             continue
         writer.add_tensor(own_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-        parameter.data.copy_(torch.from_numpy(rounded))
-    if config.rope_parameters["rope_type"] == "llama3":
+        own.copy_(torch.from_numpy(rounded))
+    if config.rope_parameters.get("rope_type") == "llama3":
         plain = 1.0 / 10000.0 ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for name, numbers in tensors.items():
@@ -341,6 +354,19 @@ def _write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own numbers; experts' gate and up projections, which transformers joins, by themselves."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = parameter.data.chunk(2, dim=1)
+            module = name.removesuffix("gate_up_proj")
+            yield from ((f"{module}gate_proj.weight", gate), (f"{module}up_proj.weight", up))
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", parameter.data
+        else:
+            yield name, parameter.data
 
 
 def _gguf_arch(name: str) -> Any:
@@ -358,8 +384,10 @@ def _add_metadata(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
 
 
 def _transformers_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
@@ -430,7 +458,7 @@ def write_gguf() -> Callable[..., None]:
 
     Metadata go by GGUFWriter's ``add_`` names, tensors by the gguf package's names for ``arch``. Matrices are
     stored as ``type``; the model's own are rounded to the values that were stored. ``convert`` makes of a
-    tensor's name and values what the file holds; ``tensors`` are further ones.
+    tensor's name and values what the file holds: other rows, or another vector. ``tensors`` are further ones.
     """
     return _write_gguf
 
@@ -451,6 +479,13 @@ def tiny_of() -> Callable[..., Any]:
     return _tiny_of
 
 
+@pytest.fixture(scope="session")
+def assert_read_alike() -> Callable[..., None]:
+    """``assert_read_alike(model_class, **keys)``: a ``config.json`` of a few sizes and ``keys`` says what the one
+    does in which transformers' configuration class has filled in the rest."""
+    return _assert_read_alike
+
+
 @pytest.fixture
 def check_family(save: Callable[..., Path]) -> Callable[..., FamilyCheck]:
     """``check_family(theirs, length=61, shortest=5)``: compare with octavo's by its ``logits`` and ``greedy``.
@@ -467,3 +502,8 @@ def check_family(save: Callable[..., Path]) -> Callable[..., FamilyCheck]:
         return FamilyCheck(theirs, path or save(theirs), length, shortest)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def write_tokenizer() -> Callable[[Path], None]:
+    return _write_tokenizer

@@ -153,7 +153,9 @@ def test_logits_of_models_in_blocks(
 def test_a_product_of_several_types_stays_in_blocks_if_q8_0_holds_them(
     write_blocks: Callable[..., Any],
 ) -> None:
-    model, path = write_blocks({"": "Q8_0", "q_proj": "Q5_0", "k_proj": "IQ4_NL", "down_proj": "Q6_K"})
+    model, path = write_blocks(
+        {"": "Q8_0", "q_proj": "Q5_0", "k_proj": "IQ4_NL", "down_proj": "Q6_K"}
+    )
     source = open_weights(open_checkpoint(path))
     weights = Weights(source, torch.float32, CPU, quantized_types=frozenset({"Q8_0"}))
     names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
@@ -163,6 +165,8 @@ def test_a_product_of_several_types_stays_in_blocks_if_q8_0_holds_them(
     expected = torch.cat([model.get_parameter(name).detach() for name in names])
     got = dequantize(rows.blocks.ravel(), "Q8_0", torch.float32).view(expected.shape)
     assert torch.equal(got, expected)
-    assert not isinstance(weights.read_linear(["model.layers.1.mlp.down_proj.weight"]), QuantizedRows)
+    assert not isinstance(
+        weights.read_linear(["model.layers.1.mlp.down_proj.weight"]), QuantizedRows
+    )
     assert not weights.keeps_blocks("model.layers.1.mlp.down_proj.weight")
     assert weights.keeps_blocks("model.embed_tokens.weight")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 
 from octavo.engine.checkpoint.families import architectures, families, family_of
 from octavo.engine.checkpoint.fields import Fields
@@ -42,6 +44,13 @@ def test_a_refusal_names_what_octavo_runs() -> None:
     with pytest.raises(CheckpointError) as error:
         family_of("GPT2LMHeadModel")
     assert all(name in str(error.value) for name in architectures())
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_absent_keys_take_the_values_of_transformers(
+    name: str, assert_read_alike: Callable[..., None]
+) -> None:
+    assert_read_alike(getattr(transformers, name))
 
 
 @pytest.mark.parametrize("family", NAMED)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.native
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
+NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ class Row:
         self.tokens, self.start, self.blocks = tokens, start, blocks
 
 
-def metadata_of(rows: list[Row]) -> tuple[Tensor, Tensor, AttentionMetadata]:
+def inputs_of(rows: list[Row]) -> tuple[Tensor, Tensor, list[AttentionMetadata]]:
     """Token ids, positions and metadata of a step."""
     counts = [len(row.tokens) - row.start for row in rows]
     positions = torch.cat([torch.arange(r.start, len(r.tokens)) for r in rows])
@@ -53,20 +54,17 @@ def metadata_of(rows: list[Row]) -> tuple[Tensor, Tensor, AttentionMetadata]:
     width = max(len(r.blocks) for r in rows)
     tables = [r.blocks + [r.blocks[0]] * (width - len(r.blocks)) for r in rows]
     begins = torch.tensor([0, *counts]).cumsum(0)
-    return (
-        token_ids,
-        positions,
-        AttentionMetadata(
-            query_start_loc=begins.to(torch.int32),
-            seq_lens=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
-            query_lens_host=counts,
-            seq_lens_host=[len(r.tokens) for r in rows],
-            max_query_len=max(counts),
-            max_seq_len=max(len(r.tokens) for r in rows),
-        ),
+    metadata = AttentionMetadata(
+        query_start_loc=begins.to(torch.int32),
+        seq_lens=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int32),
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        query_lens_host=counts,
+        seq_lens_host=[len(r.tokens) for r in rows],
+        max_query_len=max(counts),
+        max_seq_len=max(len(r.tokens) for r in rows),
     )
+    return token_ids, positions, [metadata]
 
 
 def caches_of(model: Model, ops: Ops) -> list[LayerKVCache]:
@@ -89,15 +87,33 @@ def model(
 
 def test_a_replay_is_the_calls_one_by_one(native: CpuOps, model: Model) -> None:
     caches, others = caches_of(model, native), caches_of(model, native)
-    replayed = native.record_step(lambda t, p, m: model.forward(t, p, caches, m))
+    replayed = native.record_step(lambda t, p, m: model.forward(t, p, caches, [*m] * NUM_LAYERS))
     for step in (
         [Row([1, 2, 3], 0, [5])],
         [Row([1, 2, 3, 4], 3, [5]), Row(list(range(20, 50)), 0, list(range(10, 18)))],
         [Row([1, 2, 3, 4, 9], 4, [5, 7])],
     ):
-        inputs = metadata_of(step)
-        expected = model.forward(inputs[0], inputs[1], others, inputs[2])
+        inputs = inputs_of(step)
+        expected = model.forward(inputs[0], inputs[1], others, inputs[2] * NUM_LAYERS)
         assert torch.equal(replayed(*inputs), expected)
+
+
+def test_groups_of_layers_may_share_a_cache_and_have_tables_of_their_own(
+    native: CpuOps, model: Model
+) -> None:
+    cache, others = caches_of(model, native)[0], caches_of(model, native)
+    replayed = native.record_step(lambda t, p, m: model.forward(t, p, [cache, cache], m))
+    for tokens, start in (([1, 2, 3], 0), (list(range(30)), 3), (list(range(31)), 30)):
+        tables = [list(range(first, first + 2 * 8, 2)) for first in (8, 9)]
+        steps = [inputs_of([Row(tokens, start, table)]) for table in tables]
+        token_ids, positions, _ = steps[0]
+        groups = [metadata for _, _, (metadata,) in steps]
+        expected = model.forward(token_ids, positions, others, [groups[1]] * NUM_LAYERS)
+        assert torch.equal(replayed(token_ids, positions, groups), expected)
+    token_ids, positions, (narrow,) = inputs_of([Row([1], 0, [1])])
+    _, _, (wide,) = inputs_of([Row([1], 0, [1, 2])])
+    with pytest.raises(ValueError, match="block tables of"):
+        replayed(token_ids, positions, [narrow, wide])
 
 
 @given(data=st.data())
@@ -108,8 +124,8 @@ def test_a_row_is_bit_equal_in_any_company_and_chunking(
     tokens = data.draw(st.lists(st.integers(0, 95), min_size=1, max_size=40))
     blocks = list(range(len(tokens) // BLOCK_SIZE + 1))
     caches = caches_of(model, native)
-    forward = native.record_step(lambda t, p, m: model.forward(t, p, caches, m))
-    alone = forward(*metadata_of([Row(tokens, 0, blocks)])).clone()
+    forward = native.record_step(lambda t, p, m: model.forward(t, p, caches, [*m] * NUM_LAYERS))
+    alone = forward(*inputs_of([Row(tokens, 0, blocks)])).clone()
     moved = [NUM_BLOCKS - 1 - b for b in blocks]
     done = 0
     while done < len(tokens):
@@ -121,20 +137,20 @@ def test_a_row_is_bit_equal_in_any_company_and_chunking(
         place = data.draw(st.integers(0, len(rows) - 1))
         rows[0], rows[place] = rows[place], rows[0]
         before = sum(len(r.tokens) - r.start for r in rows[:place])
-        together = forward(*metadata_of(rows))
+        together = forward(*inputs_of(rows))
         assert torch.equal(together[before : before + end - done], alone[done:end])
         done = end
 
 
 def test_threads_change_nothing(native: CpuOps, model: Model) -> None:
     caches = caches_of(model, native)
-    inputs = metadata_of([Row(list(range(60)), 0, list(range(15))), Row([5], 0, [20])])
+    inputs = inputs_of([Row(list(range(60)), 0, list(range(15))), Row([5], 0, [20])])
     num_threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append(model.forward(inputs[0], inputs[1], caches, inputs[2]))
+            results.append(model.forward(inputs[0], inputs[1], caches, inputs[2] * NUM_LAYERS))
     finally:
         torch.set_num_threads(num_threads)
     assert torch.equal(results[0], results[1])

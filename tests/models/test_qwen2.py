@@ -53,3 +53,17 @@ def test_logits_of_a_gguf_file(
         is_permuted=False,
     )
     check_family(theirs, path=tmp_path / "model.gguf").logits(ops)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+        {"sliding_window": 6, "max_window_layers": 2},
+    ],
+)
+def test_layers_are_what_absent_keys_make_of_them(
+    keys: dict[str, Any], assert_read_alike: Callable[..., None]
+) -> None:
+    assert_read_alike(Qwen2ForCausalLM, **keys)

@@ -52,3 +52,18 @@ def test_logits_of_a_gguf_file(
         is_permuted=True,
     )
     check_family(theirs, path=tmp_path / "model.gguf").logits(ops)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"no_rope_layer_interval": 3},
+        {"use_sliding_window": True, "sliding_window": 6},
+        {"use_sliding_window": True},
+        {"num_key_value_heads": None},
+    ],
+)
+def test_layers_are_what_absent_keys_make_of_them(
+    keys: dict[str, Any], assert_read_alike: Callable[..., None]
+) -> None:
+    assert_read_alike(SmolLM3ForCausalLM, **keys)

@@ -70,14 +70,15 @@ class FakePool:
 class FakeExecutor:
     """Computes ``next_token`` and verifies that block tables give every row its own past."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.slots: dict[int, int] = {}
         self.host: dict[int, dict[int, int]] = {}
         self.rows: dict[int, list[int]] = {}
         self.values: dict[int, list[int]] = {}  # of the rows' tokens, as far as they were asked for
         self.seeds: dict[int, int] = {}
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}  # per KV group
         self.pools: dict[int, FakePool] = {}
         self.bad_seq_ids: set[int] = set()
         self.bad_row_error = "logits are not finite"
@@ -90,7 +91,7 @@ class FakeExecutor:
             parent = self.rows[fork.parent_seq_id]
             assert fork.num_tokens <= len(parent)
             self.rows[fork.child_seq_id] = parent[: fork.num_tokens]
-            self.tables[fork.child_seq_id] = list(self.tables[fork.parent_seq_id])
+            self.tables[fork.child_seq_id] = [list(t) for t in self.tables[fork.parent_seq_id]]
             self.seeds[fork.child_seq_id] = fork.seed
         for seq_id in plan.removed_seq_ids:
             del self.rows[seq_id]
@@ -100,7 +101,7 @@ class FakeExecutor:
         for new in plan.new_rows:
             assert new.seq_id not in self.rows
             self.rows[new.seq_id] = [*new.prompt_token_ids, *new.output_token_ids]
-            self.tables[new.seq_id] = []
+            self.tables[new.seq_id] = [[] for _ in self.windows]
             self.seeds[new.seq_id] = new.seed
             if new.pooling is not None:
                 self.pools[new.seq_id] = FakePool(new.pooling)
@@ -144,21 +145,27 @@ class FakeExecutor:
                     self.slots[dst * self.block_size + offset] = value
 
     def _write(self, row: ScheduledRow) -> None:
-        (table,) = row.block_tables
         assert row.num_tokens > 0
         self.num_computed_tokens += row.num_tokens
         self.rows[row.seq_id] += row.appended_token_ids
-        mirror = self.tables[row.seq_id]
-        mirror[row.first_changed_block :] = table[row.first_changed_block :]
-        assert mirror == list(table)
-        values = self._values(row.seq_id)
-        for position in range(row.start + row.num_unwritten, row.start + row.num_tokens):
-            self.slots[self._slot(mirror, position)] = values[position]
+        values, mirrors = self._values(row.seq_id), self.tables[row.seq_id]
+        for group, (mirror, table) in enumerate(zip(mirrors, row.block_tables, strict=True)):
+            mirror[row.first_changed_block :] = table[row.first_changed_block :]
+            first = self._first_seen(row, group) // self.block_size
+            assert mirror[first:] == list(table[first:])
+            for position in range(row.start + row.num_unwritten, row.start + row.num_tokens):
+                self.slots[self._slot(mirror, position)] = values[position] + group
 
     def _read(self, row: ScheduledRow) -> None:
-        mirror, values = self.tables[row.seq_id], self._values(row.seq_id)
-        for position in range(row.start + row.num_tokens):
-            assert self.slots[self._slot(mirror, position)] == values[position]
+        values = self._values(row.seq_id)
+        for group, mirror in enumerate(self.tables[row.seq_id]):
+            for position in range(self._first_seen(row, group), row.start + row.num_tokens):
+                assert self.slots[self._slot(mirror, position)] == values[position] + group
+
+    def _first_seen(self, row: ScheduledRow, group: int) -> int:
+        """The first position that a query of the row sees in this group's layers."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, row.start - window + 1)
 
     def _values(self, seq_id: int) -> list[int]:
         """What the slots of a sequence hold, see ``state_values``."""
@@ -217,6 +224,7 @@ class Bench:
         *,
         num_blocks: int = 64,
         block_size: int = 4,
+        windows: Sequence[int | None] = (None,),
         budget: int = 16,
         max_num_seqs: int = 8,
         max_model_len: int = 200,
@@ -233,9 +241,11 @@ class Bench:
         self.memory = KVCacheManager(
             num_blocks,
             block_size,
+            windows,
             enable_prefix_caching=enable_prefix_caching,
             num_host_blocks=num_host_blocks,
             block_bytes=block_size,
+            max_step_tokens=budget,
         )
         limits = SchedulerLimits(
             budget,
@@ -250,7 +260,7 @@ class Bench:
         self.scheduler = Scheduler(
             limits, self.memory, eos_token_ids, lambda: 1.0, rates or SLOW_COPIES
         )
-        self.executor = FakeExecutor(block_size)
+        self.executor = FakeExecutor(block_size, windows)
         self.outputs: dict[str, list[int]] = {}  # of the first sequence
         self.children: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[str, SequenceUpdate] = {}  # of the last sequence to end

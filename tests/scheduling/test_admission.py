@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from octavo.engine.api import ResumedSequence
-from octavo.engine.memory.kv_cache_manager import num_blocks_needed
+from octavo.engine.memory.block_demand import BlockDemand
 from octavo.engine.scheduling.admitter import RETRY_STEPS
 
 Expected = Callable[..., list[int]]
@@ -233,8 +233,9 @@ def test_a_head_is_looked_up_again_when_its_prefix_may_have_been_cached_meanwhil
     num_host_blocks=st.sampled_from([0, 8]),
     num_equal_tokens=st.integers(0, 40),
     budget=st.integers(4, 80),
+    windows=st.sampled_from([(None,), (None,), (1,), (6, None), (None, 9, 9)]),
 )
-@example(13, 1, 4, 4, True, True, 0, 13, 64)
+@example(13, 1, 4, 4, True, True, 0, 13, 64, (None,))
 def test_a_request_finishes_alone_in_as_many_blocks_as_the_door_asks_for(
     bench: Any,
     expected: Expected,
@@ -248,13 +249,15 @@ def test_a_request_finishes_alone_in_as_many_blocks_as_the_door_asks_for(
     num_host_blocks: int,
     num_equal_tokens: int,
     budget: int,
+    windows: tuple[int | None, ...],
 ) -> None:
     prompt = [(7 * i * i + 3 * i) % 95 for i in range(num_prompt_tokens)]
     b = bench(
-        num_blocks=num_blocks_needed(
-            num_prompt_tokens, max_tokens, n, block_size, is_beam_search=is_beam_search
+        num_blocks=BlockDemand(block_size, windows, budget).of_request(
+            num_prompt_tokens, max_tokens, n, is_beam_search=is_beam_search
         ),
         block_size=block_size,
+        windows=windows,
         budget=budget,
         watermark=0.5,
         enable_prefix_caching=enable_prefix_caching,

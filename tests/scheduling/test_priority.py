@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine.memory.kv_cache_manager import num_blocks_needed
+from octavo.engine.memory.block_demand import BlockDemand
 
 Expected = Callable[..., list[int]]
 
@@ -209,7 +209,7 @@ def test_the_most_urgent_request_is_never_preempted(
     aging_s: float,
 ) -> None:
     """Requests (priority, prompt length, max_tokens, n) come one a step."""
-    most = max(num_blocks_needed(length, new, n, 4) for _, length, new, n in requests)
+    most = max(BlockDemand(4).of_request(length, new, n) for _, length, new, n in requests)
     b = bench(
         num_blocks=most + spare_blocks,
         budget=8,

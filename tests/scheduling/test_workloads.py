@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.engine.api import ResumedSequence
-from octavo.engine.memory.kv_cache_manager import num_blocks_needed
+from octavo.engine.memory.block_demand import BlockDemand, first_block
+from octavo.engine.memory.block_hash import in_group
 from octavo.engine.step import ExecutorRates
 
 Expected = Callable[..., list[int]]
@@ -41,16 +42,14 @@ class Asked(NamedTuple):
     priority: int = 0
     pooling: str | None = None  # wants its prompt's embedding and nothing else
 
-    def num_blocks(self, block_size: int) -> int:
-        return num_blocks_needed(
-            len(self.prompt),
-            self.max_tokens,
-            self.n,
-            block_size,
-            is_beam_search=self.is_beam_search,
+    def num_blocks(self, demand: BlockDemand) -> int:
+        return demand.of_request(
+            len(self.prompt), self.max_tokens, self.n, is_beam_search=self.is_beam_search
         )
 
 
+Windows = tuple[int | None, ...]
+WINDOWS: list[Windows] = [(None,), (None,), (1,), (7,), (20, None), (None, 5, 5), (3, 12)]
 MAX_PROMPT, MAX_TURN = 100, 40
 NOT_FINITE = -12345
 TRUNK = [(7 * i * i + 3 * i) % 95 for i in range(48)]
@@ -173,16 +172,25 @@ def step_with_failures(b: Any, request_ids: set[str]) -> None:
         if not has_result:
             continue
         assert (sequence.request.request_id, sequence.index) in b.failed
-        names = sequence.chain.hashes
-        host = b.memory.cache.host
-        for index, block_id in enumerate(row.block_tables[0]):
-            if b.memory.pool.ref_counts[block_id]:
-                continue
+        for group, table in enumerate(row.block_tables):
+            names = [in_group(name, group) for name in sequence.chain.hashes]
+            spoil(b, table, names, first_block(row.start, b.memory.windows[group], size))
+
+
+def spoil(b: Any, table: Sequence[int], names: Sequence[bytes], first: int) -> None:
+    """Put rubbish where blocks of a failed sequence are that nobody holds, here and in the host tier."""
+    size, host = b.memory.block_size, b.memory.cache.host
+    for index, block_id in enumerate(table):
+        if index >= first and not b.memory.pool.ref_counts[block_id]:
             slots = range(block_id * size, (block_id + 1) * size)
             b.executor.slots.update((slot, NOT_FINITE) for slot in slots)
-            host_id = host._by_name.get(names[index]) if index < len(names) else None
-            if host_id is not None and host_id not in host._holds:
-                b.executor.host[host_id] = dict.fromkeys(range(size), NOT_FINITE)
+        if index >= len(names):
+            continue
+        gone = b.memory.cache.index.find(names[index])
+        assert gone is None or index >= first
+        host_id = host._by_name.get(names[index])
+        if host_id is not None and host_id not in host._holds:
+            b.executor.host[host_id] = dict.fromkeys(range(size), NOT_FINITE)
 
 
 def run(b: Any, requests: Sequence[Asked], resets: set[int], expected: Expected) -> None:
@@ -267,6 +275,7 @@ def _verify_beams(b: Any, name: str, one: Asked, beams: Any, *, is_aborted: bool
 @given(
     requests=st.lists(asked(), min_size=1, max_size=8),
     block_size=st.sampled_from([1, 2, 4, 8, 16]),
+    windows=st.sampled_from(WINDOWS),
     spare_blocks=st.integers(0, 12),
     budget=st.integers(1, 40),
     max_num_seqs=st.integers(1, 6),
@@ -288,6 +297,7 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
     expected_embedding: Any,
     requests: list[Asked],
     block_size: int,
+    windows: Windows,
     spare_blocks: int,
     budget: int,
     max_num_seqs: int,
@@ -307,10 +317,12 @@ def test_any_workload_ends_with_the_right_tokens_and_an_empty_pool(
         for one in requests
     ]
     requests = conversations(requests, expected)
+    demand = BlockDemand(block_size, windows, max(budget, max_num_seqs))
     b = bench(
-        num_blocks=max(one.num_blocks(block_size) for one in requests) + spare_blocks,
+        num_blocks=max(one.num_blocks(demand) for one in requests) + spare_blocks,
         block_size=block_size,
-        budget=max(budget, max_num_seqs),
+        windows=windows,
+        budget=demand.max_step_tokens,
         max_num_seqs=max_num_seqs,
         max_mixed_prefill_tokens=max_mixed_prefill_tokens,
         watermark=watermark,
@@ -373,11 +385,14 @@ def test_a_pool_under_pressure_preempts_and_swaps_and_loses_nothing(
     max_num_seqs = random.randint(2, 8)
     block_size = random.choice((1, 2, 4, 5, 8, 16))
     requests = conversations(pressing_workload(random, max_num_seqs), expected)
-    least = max(one.num_blocks(block_size) for one in requests)
+    windows = random.choice(WINDOWS)
+    demand = BlockDemand(block_size, windows, random.randint(max_num_seqs, 48))
+    least = max(one.num_blocks(demand) for one in requests)
     b = bench(
         num_blocks=least + random.randint(0, least // 4),
         block_size=block_size,
-        budget=random.randint(max_num_seqs, 48),
+        windows=windows,
+        budget=demand.max_step_tokens,
         max_num_seqs=max_num_seqs,
         max_mixed_prefill_tokens=random.choice((None, 1, 3, 8)),
         watermark=random.choice((0.0, 0.0, 0.05)),

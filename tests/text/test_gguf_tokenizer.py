@@ -283,7 +283,10 @@ def test_special_tokens_of_phi3_swallow_white_space(
 def test_space_stays_after_special_tokens_of_byte_level_phi(
     byte_level_metadata: dict[str, Any],
 ) -> None:
-    metadata = byte_level_metadata | {"general.architecture": "phi3", "tokenizer.ggml.pre": "gpt-4o"}
+    metadata = byte_level_metadata | {
+        "general.architecture": "phi3",
+        "tokenizer.ggml.pre": "gpt-4o",
+    }
     tokenizer = Tokenizer(build_gguf_tokenizer(metadata, "x"))
     assert tokenizer.decode(tokenizer.encode("<|end|> a"), skip_special_tokens=False) == "<|end|> a"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ ORACLE = ReferenceOps()
 # The interpreter cuts to bfloat16 where a GPU rounds: a unit in the last place.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
+UNGATED: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+    (partial(triton_activation.gelu, is_tanh=is_tanh), partial(ORACLE.gelu, is_tanh=is_tanh))
+    for is_tanh in (False, True)
+]
 GATES: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
     (triton_activation.silu_and_mul, ORACLE.silu_and_mul),
     (triton_activation.gelu_and_mul, ORACLE.gelu_and_mul),
@@ -52,6 +57,33 @@ def test_norms(dtype: torch.dtype, size: tuple[int, int]) -> None:
     assert got[1] is residual
     for one, other in zip(got, expected, strict=True):
         _assert_close(one, other)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("size", [(1, 576), (3, 80), (2, 1), (1, 3072)])
+def test_layer_norms(dtype: torch.dtype, has_bias: bool, size: tuple[int, int]) -> None:
+    x, residual = _part(*size, dtype=dtype), _part(*size, dtype=dtype, seed=1)
+    weight = _randn(size[1], dtype=dtype, seed=2)
+    bias = _randn(size[1], dtype=dtype, seed=3) if has_bias else None
+    far = x + 4  # a mean that what lies past the row's end must not spoil
+    got = triton_norm.layer_norm(far, weight, bias, 1e-5)
+    _assert_close(got, ORACLE.layer_norm(far, weight, bias, 1e-5))
+    expected = ORACLE.add_layer_norm(x, residual.clone(), weight, bias, 1e-5)
+    both = triton_norm.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert both[1] is residual
+    for one, other in zip(both, expected, strict=True):
+        _assert_close(one, other)
+
+
+@pytest.mark.smoke
+def test_a_wide_weight_is_not_rounded() -> None:
+    x, weight = _randn(2, 80, dtype=torch.bfloat16), 1 + _randn(80, seed=1) / 200
+    got = triton_norm.rms_norm(x, weight, 1e-6)
+    assert got.dtype == torch.bfloat16
+    _assert_close(got, ORACLE.rms_norm(x, weight, 1e-6))
+    assert not torch.equal(got, triton_norm.rms_norm(x, weight.bfloat16(), 1e-6))
 
 
 @pytest.mark.smoke
@@ -112,6 +144,21 @@ def test_gates(
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [33, 1024, 1536])
+@pytest.mark.parametrize("kind", UNGATED, ids=["erf", "tanh"])
+def test_gelu(
+    dtype: torch.dtype,
+    size: int,
+    kind: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+) -> None:
+    x = _part(2, size, dtype=dtype) * 3
+    _assert_close(kind[0](x), kind[1](x))
+    far = torch.tensor([[-300.0, -90.0, 0.0, 90.0, 300.0]])
+    _assert_close(kind[0](far), torch.tensor([[0.0, 0.0, 0.0, 90.0, 300.0]]))
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("gate", GATES, ids=["silu", "gelu"])
 def test_gates_of_large_numbers(
     gate: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
@@ -128,6 +175,8 @@ def test_a_nan_row_leaves_the_others_bit_equal() -> None:
     poisoned[2] = float("nan")
     for op in (
         lambda rows: triton_norm.rms_norm(rows, weight, 1e-5),
+        lambda rows: triton_norm.layer_norm(rows, weight, weight, 1e-5),
+        *(kind[0] for kind in UNGATED),
         triton_activation.silu_and_mul,
         triton_activation.gelu_and_mul,
     ):
@@ -140,3 +189,4 @@ def test_no_rows_are_no_launch() -> None:
     empty = torch.empty(0, 8)
     assert triton_norm.rms_norm(empty, torch.ones(8), 1e-5).shape == (0, 8)
     assert triton_activation.silu_and_mul(empty).shape == (0, 4)
+    assert triton_activation.gelu(empty, is_tanh=False).shape == (0, 8)
