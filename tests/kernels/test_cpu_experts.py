@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def draw_weight(kind: str, num_out: int, num_in: int, seed: int) -> Tensor | QuantizedRows:
     if kind not in BLOCK_BYTES:
-        return (draw(num_out, num_in, seed=seed) / num_in**0.5).to(getattr(torch, kind))
+        weight: Tensor = draw(num_out, num_in, seed=seed) / num_in**0.5
+        return weight.bfloat16() if kind == "bfloat16" else weight
     factor_bytes, number_bytes = BLOCK_BYTES[kind]
     random = torch.Generator().manual_seed(seed)
     shape = (num_out, num_in // 32, factor_bytes + number_bytes)
@@ -157,7 +159,9 @@ def test_a_replay_is_the_calls_one_by_one(ops: CpuOps, kind: str) -> None:
     router = ops.pack_linear(draw(NUM_EXPERTS, HIDDEN, seed=9))
     norm = torch.ones(HIDDEN)
 
-    def forward(token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+    ) -> Tensor:
         residual = ops.embed(token_ids, table)
         x = ops.rms_norm(residual, norm, 1e-5)
         for _ in range(3):  # memory is reused between layers
@@ -173,8 +177,8 @@ def test_a_replay_is_the_calls_one_by_one(ops: CpuOps, kind: str) -> None:
         )
         empty = torch.zeros(1, dtype=torch.int32)
         metadata = AttentionMetadata(empty, empty[:0], empty[None], ids, (), (), 0, 0)
-        expected = forward(ids, ids, metadata)
-        assert torch.equal(replayed(ids, ids, metadata), expected)
+        expected = forward(ids, ids, [metadata])
+        assert torch.equal(replayed(ids, ids, [metadata]), expected)
 
 
 def test_a_row_that_is_not_finite_stays_alone(ops: CpuOps) -> None:
