@@ -611,7 +611,7 @@ class CpuOps:
         """
         return _RecordedStep(self, forward)
 
-    def record(self, forward: Forward, capacity: Capacity, num_groups: int = 1) -> Recording:
+    def record(self, forward: Forward, capacity: Capacity, num_groups: int) -> Recording:
         """Call ``forward`` with room for ``capacity``; its ops are noted and not run."""
         recording = Recording(capacity, num_groups)
         self._recording = recording

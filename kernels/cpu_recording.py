@@ -89,7 +89,7 @@ class Capacity(NamedTuple):
 class Recording:
     """A forward pass as a program."""
 
-    def __init__(self, capacity: Capacity, num_groups: int = 1) -> None:
+    def __init__(self, capacity: Capacity, num_groups: int) -> None:
         num_tokens, num_rows, table_entries = capacity
         self.capacity = capacity
         self.cells = Cells()
