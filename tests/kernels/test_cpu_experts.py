@@ -37,7 +37,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def draw_weight(kind: str, num_out: int, num_in: int, seed: int) -> Tensor | QuantizedRows:
     if kind not in BLOCK_BYTES:
-        return (draw(num_out, num_in, seed=seed) / num_in**0.5).to(getattr(torch, kind))
+        weight: Tensor = draw(num_out, num_in, seed=seed) / num_in**0.5
+        return weight.bfloat16() if kind == "bfloat16" else weight
     factor_bytes, number_bytes = BLOCK_BYTES[kind]
     random = torch.Generator().manual_seed(seed)
     shape = (num_out, num_in // 32, factor_bytes + number_bytes)
