@@ -13,6 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 from octavo.engine.api import SamplingParams
 from octavo.engine.checkpoint.kv_groups import kv_groups
 from octavo.engine.checkpoint.spec import LayerSpec, ModelSpec, RopeSpec
+from octavo.engine.errors import ConfigError
 from octavo.engine.llm import LLM
 
 WINDOW = 10
@@ -134,6 +135,24 @@ def test_samples_and_beams_are_those_of_a_large_pool(
     assert small.run(prompts, 45, **wide) == expected
     assert small.llm.stats().num_preemptions > 0 or beams  # which share nearly everything
     assert small.llm.stats().num_block_copies > 0
+
+
+def test_lengths_that_fit_count_a_windows_blocks_only(
+    make_engine: Callable[..., Engine], tiny_of: Callable[..., Any]
+) -> None:
+    """Of 60 blocks, two windowed groups have 3 + 4 + 2 each at most: 42 are left to the full one."""
+    theirs = tiny(tiny_of, LAYERS["two-to-one"])
+    engine = make_engine(theirs, num_gpu_blocks_override=60)
+    info = engine.llm._info
+    assert (info.max_model_len, info.num_kv_tokens, info.kv_concurrency) == (168, 168, 1.0)
+    assert info.kv_windows == (None, WINDOW, WINDOW)
+    ((tokens,),) = engine.run([[5] * 100], 68)
+    assert len(tokens) == 68
+    assert engine.llm.stats().num_preemptions == 0
+    with pytest.raises(ConfigError, match="holds 168 tokens"):
+        make_engine(theirs, num_gpu_blocks_override=60, max_model_len=169)
+    with pytest.raises(ConfigError, match="fewer blocks than the model has KV groups"):
+        make_engine(theirs, num_gpu_blocks_override=2)
 
 
 def test_groups_of_known_models() -> None:
