@@ -256,8 +256,9 @@ class PrefixCache:
         if known is not None and known.name is not None:
             return
         size = self._block_size
-        name = in_group(chain.hash_of(index, token_ids, size), group)
-        parent = in_group(chain.parent_of(index), group)
+        name, parent = chain.hash_of(index, token_ids, size), chain.parent_of(index)
+        if group:  # most models have one, and this is done for every block
+            name, parent = in_group(name, group), in_group(parent, group)
         content = tuple(token_ids[index * size : (index + 1) * size])
         if self.index.add(block_id, IndexedBlock(parent, content, name)):
             self._pool.set_cached(block_id, True)
