@@ -188,11 +188,11 @@ class CpuOps:
         down: Iterable[Tensor | QuantizedRows],
         num_experts: int,
     ) -> PackedExperts:
-        stacks = (
+        first, second = (
             stack_packed((self.pack_linear(weight) for weight in weights), num_experts)
             for weights in (gate_up, down)
         )
-        packed = PackedExperts(*stacks, num_experts)
+        packed = PackedExperts(first, second, num_experts)
         _require_fitting(packed)
         return packed
 

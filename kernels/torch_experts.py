@@ -57,10 +57,11 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: list[TorchExpert]) -> 
     tokens = order // top_k
     counts = torch.bincount(ids.flatten(), minlength=len(experts)).tolist()
     rows = torch.empty((order.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
-    groups = zip(x[tokens].split(counts), rows.split(counts), experts, strict=True)
-    for group, out, expert in groups:
-        if len(group):
-            out.copy_(_expert(group, expert))
+    begin = 0
+    for count, expert in zip(counts, experts, strict=True):
+        own = slice(begin, begin := begin + count)
+        if count:
+            rows[own] = _expert(x[tokens[own]], expert)
     placed = torch.empty_like(rows)
     placed[order] = rows
     results = placed.view(*ids.shape, x.shape[1]).float()

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ops import QuantizedRows, dense
-from .triton_experts_table import Tile, crowd_of, tile_for
+from .triton_experts_table import FEW, MANY, Tile, crowd_of, tile_for
 from .triton_gpu import Gpu
 from .triton_product import product
 
@@ -178,10 +178,15 @@ def pack_experts(
 class TritonMixture:
     """:meth:`~.ops.Ops.routed_experts` on one GPU."""
 
-    def __init__(self, gpu: Gpu, tiles: Mapping[str, Tile] | None = None) -> None:
-        """``tiles``: by crowd, instead of the table's."""
+    def __init__(
+        self, gpu: Gpu, tiles: Mapping[str, Tile] | None = None, *, warms_up: bool = False
+    ) -> None:
+        """With ``warms_up``, what any batch may need of a layer is compiled when the first comes, which is when
+        the engine starts. ``tiles``: by crowd, instead of the table's."""
         self._arch = gpu.arch
         self._tiles = tiles or {}
+        self._warms_up = warms_up
+        self._known: set[object] = set()
 
     def __call__(
         self, x: Tensor, logits: Tensor, experts: TritonExperts, top_k: int, renormalise: bool
@@ -195,15 +200,34 @@ class TritonMixture:
         if not len(x):
             return torch.empty_like(x)
         ids, weights = route(logits, top_k, renormalise)
-        starts, pairs = sort_pairs(ids, logits.shape[1])
-        num_rows = len(pairs)
-        crowd = crowd_of(num_rows, logits.shape[1])
-        tile = self._tiles.get(crowd) or tile_for(self._arch, crowd, x.dtype)
-        hidden = x.new_empty(num_rows, experts.down.shape[2])
-        multiply(x, experts.gate_up, hidden, starts, pairs, top_k, tile, is_gated=True)
-        results = x.new_empty(num_rows, x.shape[1], dtype=torch.float32)
-        multiply(hidden, experts.down, results, starts, pairs, top_k, tile, is_gated=False)
-        return combine(results, weights, x.dtype)
+        rows = SortedRows(*sort_pairs(ids, logits.shape[1]), top_k)
+        crowd = crowd_of(len(rows.pairs), logits.shape[1])
+        kind = (experts.gate_up.shape, x.dtype, x.stride(0), top_k)
+        if self._warms_up and kind not in self._known:
+            self._known.add(kind)
+            compute(x, experts, rows, self._tile({FEW: MANY, MANY: FEW}[crowd], x.dtype))
+        return combine(compute(x, experts, rows, self._tile(crowd, x.dtype)), weights, x.dtype)
+
+    def _tile(self, crowd: str, dtype: torch.dtype) -> Tile:
+        return self._tiles.get(crowd) or tile_for(self._arch, crowd, dtype)
+
+
+class SortedRows(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert, those of one by token."""
+
+    starts: Tensor  # [num_experts + 1] int32: first row of each expert, and the end
+    pairs: Tensor  # [num_rows] int64: token * top_k + k
+    top_k: int
+
+
+def compute(x: Tensor, experts: TritonExperts, rows: SortedRows, tile: Tile) -> Tensor:
+    """Each pair's result, ``[num_rows, hidden]`` float32, in the order of pairs."""
+    num_rows = len(rows.pairs)
+    hidden = x.new_empty(num_rows, experts.down.shape[2])
+    multiply(x, experts.gate_up, hidden, rows, tile, is_gated=True)
+    results = x.new_empty(num_rows, x.shape[1], dtype=torch.float32)
+    multiply(hidden, experts.down, results, rows, tile, is_gated=False)
+    return results
 
 
 def check_mixture(x: Tensor, logits: Tensor, experts: TritonExperts, top_k: int) -> None:
@@ -272,15 +296,7 @@ def max_blocks(num_rows: int, num_experts: int, block_m: int) -> int:
 
 
 def multiply(
-    x: Tensor,
-    weights: Tensor,
-    out: Tensor,
-    starts: Tensor,
-    pairs: Tensor,
-    top_k: int,
-    tile: Tile,
-    *,
-    is_gated: bool,
+    x: Tensor, weights: Tensor, out: Tensor, rows: SortedRows, tile: Tile, *, is_gated: bool
 ) -> None:
     """Each row by its expert's weight.
 
@@ -288,20 +304,19 @@ def multiply(
         x: tokens ``[num_tokens, in]`` where ``is_gated``, else ``[num_rows, in]`` by expert.
         weights: ``[num_experts, height, in]``.
         out: ``[num_rows, out]``: by expert where ``is_gated``, else in the order of pairs.
-        starts: from :func:`sort_pairs`, as are ``pairs``.
     """
     num_experts = weights.shape[0]
-    blocks = max_blocks(len(pairs), num_experts, tile.block_m)
+    blocks = max_blocks(len(rows.pairs), num_experts, tile.block_m)
     experts_kernel[(blocks, triton.cdiv(out.shape[1], tile.block_n))](
         x,
         weights,
         out,
-        starts,
-        pairs,
+        rows.starts,
+        rows.pairs,
         x.stride(0),
         NUM_EXPERTS=num_experts,
         PADDED_EXPERTS=triton.next_power_of_2(num_experts),
-        TOP_K=top_k,
+        TOP_K=rows.top_k,
         IN=weights.shape[2],
         OUT=out.shape[1],
         IS_GATED=is_gated,

@@ -56,7 +56,7 @@ class TritonOps:
         self.reads_host = reads_registered_memory(device)
         """Whether kernels move blocks to and from pinned host memory; else copies do."""
         self._attention = TritonAttention(gpu)
-        self._mixture = triton_experts.TritonMixture(gpu)
+        self._mixture = triton_experts.TritonMixture(gpu, warms_up=device.type == "cuda")
         self._warmed_up: set[object] = set()
 
     def check(self) -> None:

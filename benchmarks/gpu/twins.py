@@ -28,7 +28,7 @@ BATCHES = {
 
 def run(machine: Machine) -> Iterator[Row]:
     torch.manual_seed(0)
-    for group in (_elementwise, _stores, _moves, _attention, _sampling):
+    for group in (_elementwise, _mixtures, _stores, _moves, _attention, _sampling):
         yield from group(machine)
 
 
@@ -57,6 +57,35 @@ def _norm(size: int, dtype: torch.dtype, device: torch.device) -> float:
     expected = ORACLE.add_rms_norm(x, residual.clone(), weight, 1e-5)
     got = triton_norm.add_rms_norm(x, residual, weight, 1e-5)
     return max(difference(*pair) for pair in zip(got, expected, strict=True))
+
+
+def _mixtures(machine: Machine) -> Iterator[Row]:
+    """Few and many rows for an expert, each with the tile that is made for it."""
+    shape = (4, 2, 32, 48) if machine.is_dry else (16, 4, 1024, 512)
+    for dtype, tolerance in TOLERANCE.items():
+        for num_tokens in (3,) if machine.is_dry else (3, 300):
+            name = f"routed experts, {num_tokens} tokens, {_of(dtype)}"
+            yield checked(name, tolerance, partial(_mixed, shape, num_tokens, dtype, machine))
+
+
+def _mixed(
+    shape: tuple[int, int, int, int], num_tokens: int, dtype: torch.dtype, machine: Machine
+) -> float:
+    num_experts, top_k, hidden, mlp = shape
+
+    def draw(*size: int) -> Tensor:
+        return (torch.randn(size, device=machine.device) / size[-1] ** 0.5).to(dtype)
+
+    experts = (draw(num_experts, 2 * mlp, hidden), draw(num_experts, hidden, mlp))
+    x = draw(num_tokens, hidden) * hidden**0.5
+    logits = torch.randn(num_tokens, num_experts, device=machine.device)
+    got, expected = (
+        ops.routed_experts(
+            x, logits, ops.pack_experts(*experts, num_experts), top_k=top_k, renormalise=True
+        )
+        for ops in (machine.ops(), ORACLE)
+    )
+    return difference(got, expected)
 
 
 def _stores(machine: Machine) -> Iterator[Row]:

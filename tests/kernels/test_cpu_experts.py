@@ -37,7 +37,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def draw_weight(kind: str, num_out: int, num_in: int, seed: int) -> Tensor | QuantizedRows:
     if kind not in BLOCK_BYTES:
-        return (draw(num_out, num_in, seed=seed) / num_in**0.5).to(getattr(torch, kind))
+        weight: Tensor = draw(num_out, num_in, seed=seed) / num_in**0.5
+        return weight.bfloat16() if kind == "bfloat16" else weight
     factor_bytes, number_bytes = BLOCK_BYTES[kind]
     random = torch.Generator().manual_seed(seed)
     shape = (num_out, num_in // 32, factor_bytes + number_bytes)
@@ -175,9 +176,9 @@ def test_a_replay_is_the_calls_one_by_one(ops: CpuOps, kind: str) -> None:
             0, 50, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)
         )
         empty = torch.zeros(1, dtype=torch.int32)
-        metadata = [AttentionMetadata(empty, empty[:0], empty[None], ids, (), (), 0, 0)]
-        expected = forward(ids, ids, metadata)
-        assert torch.equal(replayed(ids, ids, metadata), expected)
+        metadata = AttentionMetadata(empty, empty[:0], empty[None], ids, (), (), 0, 0)
+        expected = forward(ids, ids, [metadata])
+        assert torch.equal(replayed(ids, ids, [metadata]), expected)
 
 
 def test_a_row_that_is_not_finite_stays_alone(ops: CpuOps) -> None:

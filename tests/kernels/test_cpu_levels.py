@@ -187,7 +187,7 @@ def test_experts(type: str, renormalise: bool, ops: CpuOps) -> None:
     shapes = [(2 * mlp, hidden), (hidden, mlp)]
     if type.startswith("Q"):
         blocks = [[draw_blocks(type, n, k // 32)] * num_experts for n, k in shapes]
-        packed = ops.pack_experts(*blocks, num_experts)
+        packed = ops.pack_experts(blocks[0], blocks[1], num_experts)
         dense = [
             [dequantize(one.blocks.view(n, -1), type, torch.float32).view(n, k) for one in part]
             for part, (n, k) in zip(blocks, shapes, strict=True)
@@ -195,10 +195,10 @@ def test_experts(type: str, renormalise: bool, ops: CpuOps) -> None:
     else:
         dense = [[(draw(n, k, seed=e) / k**0.5) for e in range(num_experts)] for n, k in shapes]
         dense = [[one.to(getattr(torch, type)) for one in part] for part in dense]
-        packed = ops.pack_experts(*dense, num_experts)
+        packed = ops.pack_experts(dense[0], dense[1], num_experts)
     options: dict[str, Any] = {"top_k": 3, "renormalise": renormalise}
     mixed = ops.routed_experts(x, logits, packed, **options)
-    oracle = REFERENCE.pack_experts(*dense, num_experts)
+    oracle = REFERENCE.pack_experts(dense[0], dense[1], num_experts)
     expected = REFERENCE.routed_experts(x, logits, oracle, **options)
     assert_near(mixed, expected, 1e-5 if type == "float32" else 2e-2)
     for row in (0, 20, 36):

@@ -75,9 +75,9 @@ def test_every_set_is_the_oracle(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     x, logits = draw(11, 64).to(dtype), draw(11, 8, seed=3).to(dtype)
-    experts = [one.to(dtype) for one in draw_experts(8, 64, 48)]
+    gate_up, down = (one.to(dtype) for one in draw_experts(8, 64, 48))
     got, expected = (
-        one.routed_experts(x, logits, one.pack_experts(*experts, 8), top_k=2, renormalise=True)
+        one.routed_experts(x, logits, one.pack_experts(gate_up, down, 8), top_k=2, renormalise=True)
         for one in (TorchOps(), ReferenceOps())
     )
     assert got.dtype == expected.dtype == dtype
@@ -89,9 +89,9 @@ def test_native_bfloat16() -> None:
     """Activations are float32 between products, and bfloat16 in them."""
     ops, oracle = select_ops("cpu", CPU), ReferenceOps()
     x, logits = draw(11, 64).bfloat16().float(), draw(11, 8, seed=3)
-    experts = [one.bfloat16() for one in draw_experts(8, 64, 48)]
+    gate_up, down = (one.bfloat16() for one in draw_experts(8, 64, 48))
     got, expected = (
-        one.routed_experts(x, logits, one.pack_experts(*experts, 8), top_k=3, renormalise=True)
+        one.routed_experts(x, logits, one.pack_experts(gate_up, down, 8), top_k=3, renormalise=True)
         for one in (ops, oracle)
     )
     assert_near(got, expected, 1e-2)
@@ -152,6 +152,20 @@ def test_logits_of_any_size(scale: float, any_ops: Ops) -> None:
             for one in (any_ops, ReferenceOps())
         )
         assert_near(got, expected, 1e-5)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_clamp(num_heads: int, any_ops: Ops) -> None:
+    """Of heads that are part of wider rows; NaN stays."""
+    wide = draw(5, num_heads + 2, 33)
+    x = wide[:, 1 : num_heads + 1]
+    x[2, 0, 7] = torch.nan
+    x[3, 0, 32] = torch.inf
+    before, expected = wide.clone(), x.clone().clamp(-0.7, 0.7)
+    got = any_ops.clamp(x, 0.7)
+    assert torch.equal(got.nan_to_num(9), expected.nan_to_num(9))
+    assert torch.equal(wide[:, 0], before[:, 0])
+    assert torch.equal(wide[:, -1], before[:, -1])
 
 
 @pytest.mark.parametrize("ops_class", [TorchOps, ReferenceOps])

@@ -34,13 +34,19 @@ SCALES = {  # bytes at which a block's float16 numbers lie
 
 
 def random_blocks(type: str, num_blocks: int, seed: int = 5) -> NDArray[np.uint8]:
-    """``[num_blocks, block_bytes]``: any numbers, under scales that weights may have."""
+    """``[num_blocks, block_bytes]``: any numbers, under scales that make them weights of about 0.1."""
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (num_blocks, BLOCK_LAYOUTS[type][1]), dtype=np.uint8)
-    for start in SCALES[type]:
-        scales = random.uniform(-1e-3, 1e-3, num_blocks).astype(np.float16)
-        blocks[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
+    scales = random.uniform(-1, 1, (num_blocks, len(SCALES[type])))
+    set_scales(blocks, type, 1e-3 * scales)
+    set_scales(blocks, type, 1e-4 / theirs(blocks, type).std() * scales)
     return blocks
+
+
+def set_scales(blocks: NDArray[np.uint8], type: str, scales: NDArray[np.float64]) -> None:
+    for start, numbers in zip(SCALES[type], scales.T, strict=True):
+        stored = numbers.astype(np.float16).view(np.uint8)
+        blocks[:, start : start + 2] = stored.reshape(-1, 2)
 
 
 def theirs(blocks: NDArray[np.uint8], type: str) -> NDArray[np.float32]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
@@ -16,8 +14,6 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.errors import CheckpointError
-from octavo.engine.models.dequantize import CHUNK_NUMBERS, dequantize
-from octavo.engine.models.family import halves_from_pairs
 from octavo.engine.models.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.ops import Ops
 from octavo.kernels.reference import ReferenceOps

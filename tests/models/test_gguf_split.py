@@ -14,10 +14,10 @@ import torch
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.checkpoint.gguf_split import open_gguf
+from octavo.engine.config import ServerConfig
 from octavo.engine.errors import CheckpointError
 from octavo.kernels.reference import ReferenceOps
 from octavo.server.launch import model_names
-from octavo.engine.config import ServerConfig
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -153,7 +153,7 @@ def test_a_tensor_of_another_shape_in_a_part(
     last = list(whole.tensors)[-1]
     tensor = whole.tensors[last]
     content = part_path(first.parent, 2, 3).read_bytes()
-    at = content.index(last.encode()) + len(last) + 4
+    at = content.index(np.uint64(len(last)).tobytes() + last.encode()) + 8 + len(last) + 4
     size = np.uint64(tensor.shape[-1]).tobytes()
     assert content[at : at + 8] == size
     halved = content[:at] + np.uint64(tensor.shape[-1] // 2).tobytes() + content[at + 8 :]

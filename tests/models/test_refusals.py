@@ -340,7 +340,7 @@ SIZES = {
     ("values", "pattern"),
     [
         ({"architecture": "mamba"}, "architecture mamba is not supported.*llama"),
-        ({"expert_count": 8}, "expert_used_count must be a positive integer"),
+        ({"expert_count": 8}, "lacks expert_used_count"),
         ({"block_count": 0}, "block_count must be a positive integer"),
         ({"head_count_kv": [1, 2]}, "attention.head_count_kv must be a positive integer"),
         ({"head_count_kv": 3}, "4 query heads cannot share 3"),

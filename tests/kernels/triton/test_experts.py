@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.kernels import torch_experts, triton_experts
 from octavo.kernels.reference import ReferenceOps
-from octavo.kernels.triton_experts import TritonExperts, TritonMixture
+from octavo.kernels.triton_experts import SortedRows, TritonExperts, TritonMixture
 from octavo.kernels.triton_experts_table import FEW, MANY, Tile
 from octavo.kernels.triton_gpu import ARCHITECTURES, Gpu
 
@@ -77,6 +77,23 @@ def test_rows_that_are_apart() -> None:
     wide, logits = _randn(7, 90), _randn(7, 20, seed=3)
     wide[:, 64:] = logits[:, 6:] = torch.nan
     _check(wide[:, :64], logits[:, :6], _experts(6, 64, 32), 2, False)
+
+
+def test_warming_up_tries_both_tiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = SMALL._replace(block_n=16), SMALL
+    mixture = TritonMixture(Gpu(ARCHITECTURES["sm_90"], 132), {FEW: few, MANY: many}, warms_up=True)
+    tried: list[Tile] = []
+    compute = triton_experts.compute
+
+    def note(x: Tensor, experts: TritonExperts, rows: SortedRows, tile: Tile) -> Tensor:
+        tried.append(tile)
+        return compute(x, experts, rows, tile)
+
+    monkeypatch.setattr(triton_experts, "compute", note)
+    x, logits, experts = _randn(5, 32), _randn(5, 4, seed=3), _experts(4, 32, 16)
+    first, second = (mixture(x, logits, experts, 2, True) for _ in range(2))
+    assert tried == [many, few, few]
+    assert torch.equal(first, second)
 
 
 def test_no_tokens() -> None:
