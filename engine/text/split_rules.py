@@ -49,7 +49,7 @@ _MARKED_WORDS = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
     rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
-_CJK = r"[一-龥぀-ゟ゠-ヿ]+"
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"  # Han, hiragana, katakana
 _DEEPSEEK_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|" + _SPACES

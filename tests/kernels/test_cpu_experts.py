@@ -176,9 +176,9 @@ def test_a_replay_is_the_calls_one_by_one(ops: CpuOps, kind: str) -> None:
             0, 50, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)
         )
         empty = torch.zeros(1, dtype=torch.int32)
-        metadata = AttentionMetadata(empty, empty[:0], empty[None], ids, (), (), 0, 0)
-        expected = forward(ids, ids, [metadata])
-        assert torch.equal(replayed(ids, ids, [metadata]), expected)
+        metadata = [AttentionMetadata(empty, empty[:0], empty[None], ids, (), (), 0, 0)]
+        expected = forward(ids, ids, metadata)
+        assert torch.equal(replayed(ids, ids, metadata), expected)
 
 
 def test_a_row_that_is_not_finite_stays_alone(ops: CpuOps) -> None:

@@ -155,11 +155,9 @@ def test_keys_that_lie_otherwise_than_values_are_not_recorded(ops: CpuOps) -> No
     def forward(
         token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
     ) -> Tensor:
-        x = ops.embed(token_ids, torch.ones(4, 16)).view(-1, 2, 8)
-        ops.store_kv(
-            x[:, :1], torch.ones(len(x), 1, 8), cache_of(ops, 1, 8), metadata[0].slot_mapping
-        )
+        x, slots = ops.embed(token_ids, torch.ones(4, 16)).view(-1, 2, 8), metadata[0].slot_mapping
+        ops.store_kv(x[:, :1], torch.ones(len(x), 1, 8), cache_of(ops, 1, 8), slots)
         return x
 
     with pytest.raises(ValueError, match="lie differently, recorded"):
-        ops.record(forward, Capacity(1, 1, 1), 1)
+        ops.record(forward, Capacity(1, 1, 1), num_groups=1)

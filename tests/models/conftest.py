@@ -315,6 +315,7 @@ def _write_gguf(
     convert: Callable[[str, Any], Any] = lambda name, values: values,
     tensors: Mapping[str, Sequence[float]] = MappingProxyType({}),
     blocks: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
+    tokens: Sequence[str] | None = None,
     **metadata: Any,
 ) -> None:
     """Write a transformers model as GGUF and round the model's own weights to what was written.
@@ -324,6 +325,7 @@ def _write_gguf(
     """
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     _add_metadata(writer, config)
+    writer.add_token_list(tokens or [f"t{index}" for index in range(config.vocab_size)])
     for key, value in metadata.items():
         getattr(writer, f"add_{key}")(value)
     kind = gguf.GGMLQuantizationType[type]
@@ -390,7 +392,6 @@ def _add_metadata(writer: Any, config: Any) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    writer.add_token_list([f"t{index}" for index in range(config.vocab_size)])
 
 
 def _transformers_logits(model: Any, token_ids: Sequence[int]) -> Tensor:

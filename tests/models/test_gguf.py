@@ -177,6 +177,41 @@ def test_everything_around_the_weights_is_read(
     assert not checkpoint.spec.tie_word_embeddings
 
 
+def test_a_control_token_that_ends_turns_is_an_end_though_the_file_does_not_say_so(
+    tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    tokens = [f"t{index}" for index in range(96)]
+    types = [gguf.TokenType.NORMAL] * 96
+    tokens[7], types[7] = "<end_of_turn>", gguf.TokenType.CONTROL
+    tokens[8], types[8] = "<|im_end|>", gguf.TokenType.NORMAL
+    tokens[9], types[9] = "<start_of_turn>", gguf.TokenType.CONTROL
+    path = tmp_path / "model.gguf"
+    write_gguf(make_tiny(), path, eos_token_id=2, tokens=tokens, token_types=types)
+    assert open_checkpoint(path).eos_token_ids == (2, 7)
+
+
+def test_sampling_defaults_are_read(
+    tmp_path: Path, make_tiny: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    write_gguf(
+        make_tiny(),
+        tmp_path / "model.gguf",
+        sampling_temp=0.7,
+        sampling_top_p=0.95,
+        sampling_top_k=20,
+        sampling_min_p=0.0,
+        sampling_penalty_repeat=1.05,
+        sampling_mirostat=0,
+    )
+    assert open_checkpoint(tmp_path / "model.gguf").default_sampling == {
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.05,
+    }
+
+
 @pytest.mark.parametrize(("type", "dtype"), [("F32", "float32"), ("F16", "float16")])
 def test_unquantized_files_say_their_dtype(
     type: str,

@@ -39,6 +39,24 @@ TEKKEN = (
     r"| ?[^\p{White_Space}\p{L}\p{N}]+[\r\n/]*|\p{White_Space}*[\r\n]+"
     r"|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+"
 )
+ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\p{White_Space}\p{L}\p{N}]+[\r\n/]*|\p{White_Space}*[\r\n]+"
+    r"|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+"
+)
+QWEN35 = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\p{White_Space}\p{L}\p{M}\p{N}]+[\r\n]*|\p{White_Space}*[\r\n]+"
+    r"|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+"
+)
+DEEPSEEK3 = [
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\p{White_Space}*[\r\n]+"
+    r"|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+",
+]
 ORACLES = {
     "gpt-2": [GPT2],
     "olmo": [GPT2],
@@ -50,7 +68,11 @@ ORACLES = {
     "llama-bpe": [LLAMA3],
     "dbrx": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
+    "smaug-bpe": [LLAMA3],
     "tekken": [TEKKEN],
+    "gpt-4o": [GPT4O],
+    "qwen35": [QWEN35],
+    "deepseek-v3": DEEPSEEK3,
 }
 
 texts = st.text(
@@ -234,6 +256,51 @@ def test_sentencepiece_without_space_prefix(sentencepiece_metadata: dict[str, An
     tokens = sentencepiece_metadata["tokenizer.ggml.tokens"]
     assert tokenizer.encode("he the") == [tokens.index("he"), tokens.index("▁the")]
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"
+
+
+@pytest.mark.parametrize("says", ["architecture", "name", "old name", "nothing"])
+def test_special_tokens_of_phi3_swallow_white_space(
+    sentencepiece_metadata: dict[str, Any], says: str
+) -> None:
+    known = {
+        "architecture": {"general.architecture": "phi3"},
+        "name": {"general.name": "Phi-3 Mini"},
+        "old name": {"general.name": "Phi3"},
+        "nothing": {"general.architecture": "llama", "general.name": "Mini"},
+    }[says]
+    metadata = sentencepiece_metadata | known
+    tokens = metadata["tokenizer.ggml.tokens"]
+    backend = build_gguf_tokenizer(metadata, "x")
+    the, newline = tokens.index("▁the"), tokens.index("<0x0A>")
+    got = backend.encode("</s>\n the<s> \n", add_special_tokens=False).ids
+    space, spaces = tokens.index("▁"), tokens.index("▁▁")
+    if says == "nothing":
+        assert got == [2, space, newline, the, 1, spaces, newline]
+    else:
+        assert got == [2, the, 1, spaces, newline]  # the beginning token leaves it
+
+
+def test_space_stays_after_special_tokens_of_byte_level_phi(
+    byte_level_metadata: dict[str, Any],
+) -> None:
+    metadata = byte_level_metadata | {
+        "general.architecture": "phi3",
+        "tokenizer.ggml.pre": "gpt-4o",
+    }
+    tokenizer = Tokenizer(build_gguf_tokenizer(metadata, "x"))
+    assert tokenizer.decode(tokenizer.encode("<|end|> a"), skip_special_tokens=False) == "<|end|> a"
+
+
+def test_the_end_token_where_the_file_wants_it(byte_level_metadata: dict[str, Any]) -> None:
+    metadata = byte_level_metadata | {
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+    tokenizer = Tokenizer(build_gguf_tokenizer(metadata, "x"), bos_token="<|begin|>")
+    bos, eos = (metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos"))
+    inner = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello") == [bos, *inner, eos]
+    assert eos not in inner
 
 
 @pytest.mark.parametrize(
