@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -64,14 +64,16 @@ class Mixture:
         self.step = ops.record_step(self.forward)
         self(torch.zeros(capacity, dtype=torch.int64))
 
-    def forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+    ) -> Tensor:
         x, logits = (self.ops.embed(token_ids, table) for table in (self.states, self.logits))
         return self.ops.routed_experts(x, logits, self.experts, top_k=TOP_K, renormalise=False)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         none = torch.zeros(1, dtype=torch.int32)
         metadata = AttentionMetadata(none, none[:0], none[None], token_ids, (), (), 0, 0)
-        return self.step(token_ids, token_ids, metadata)
+        return self.step(token_ids, token_ids, [metadata])
 
 
 def time_of(call: Callable[[Tensor], Tensor], token_ids: Tensor) -> float:

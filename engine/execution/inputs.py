@@ -112,6 +112,10 @@ def _padded_tables(
     table: RowTable, places: NDArray[np.int64], num_blocks: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     """``[num_groups, num_rows, max_num_blocks]``; past a row's last block stands its id once more."""
-    columns = np.arange(int(num_blocks.max()))
-    known = np.minimum(columns, num_blocks[:, None] - 1)
-    return np.ascontiguousarray(table.block_tables[:, places[:, None], known])
+    width = int(num_blocks.max())
+    tables = table.block_tables[:, places, :width]
+    if int(num_blocks.min()) < width:
+        last = table.block_tables[:, places, num_blocks - 1]
+        is_past = np.arange(width) >= num_blocks[:, None]
+        tables = np.where(is_past, last[:, :, None], tables)
+    return np.ascontiguousarray(tables)

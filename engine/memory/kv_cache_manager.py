@@ -203,14 +203,12 @@ class KVCacheManager:
             token_ids: of the sequence, to keep its half-full last block findable; ``None``: do not.
         """
         blocks = self._sequences.pop(seq_id)
-        held = [blocks.held(group) for group in range(self.num_groups)]
-        for block_ids in held:
-            self.cache.forget_in_flight(block_ids)
+        held = blocks.all_held()
+        self.cache.forget_in_flight(held)
         if token_ids is not None:
             self.publish_tail(blocks, token_ids)
-        for block_ids in held:
-            self.pool.release(block_ids)
-            self.times.released(block_ids)
+        self.pool.release(held)
+        self.times.released(held)
 
     # --- prefix cache ----------------------------------------------------------------------------
 

@@ -89,6 +89,8 @@ class PrefixCache:
         self._block_size = block_size
         self._times = times
         self._windows = tuple(windows)
+        none = ((),) * len(self._windows)
+        self._nothing = PrefixMatch(0, (0,) * len(none), none)
         self._in_flight: set[int] = set()
         pool.on_evict = self._evict
 
@@ -112,8 +114,8 @@ class PrefixCache:
             back = self._swapped(wanted, runs, num_swapped)
             if back is not None:
                 return back
-        match = self._match_of(wanted, runs, num_blocks, num_blocks * size)
-        return self._with_inside(match or PrefixMatch(), wanted, num_tokens)
+        match = self._match_of(wanted, runs, num_blocks, num_blocks * size) if num_blocks else None
+        return self._with_inside(match or self._nothing, wanted, num_tokens)
 
     def _find(self, wanted: _Wanted, index: int, group: int) -> int | None:
         """Where full block ``index`` is: the id of a device block, or ``~id`` of one in the host tier."""
@@ -130,16 +132,24 @@ class PrefixCache:
         """Of each group without a window: where the first blocks are, up to one that is missing."""
         runs: dict[int, list[int]] = {}
         for group, window in enumerate(self._windows):
-            if window is not None:
-                continue
-            run = runs[group] = []
-            for index in range(most):
+            if window is None:
+                runs[group] = self._places(wanted, range(most), group)
+                most = len(runs[group])
+        return runs
+
+    def _places(self, wanted: _Wanted, indices: range, group: int) -> list[int]:
+        """Where these blocks are (see :meth:`_find`), up to one that is missing."""
+        chain, token_ids, _ = wanted
+        size, find, places = self._block_size, self.index.find, list[int]()
+        for index in indices:
+            name = chain.hash_of(index, token_ids, size)
+            place = find(in_group(name, group) if group else name)
+            if place is None:
                 place = self._find(wanted, index, group)
                 if place is None:
-                    most = index
                     break
-                run.append(place)
-        return runs
+            places.append(place)
+        return places
 
     def _num_servable(self, wanted: _Wanted, num_blocks: int) -> int:
         """The most blocks, up to ``num_blocks``, whose last window all windowed groups have.
@@ -162,22 +172,21 @@ class PrefixCache:
     ) -> PrefixMatch | None:
         """Of ``num_tokens`` tokens that begin with ``num_blocks`` full blocks, the latter's part."""
         size = self._block_size
-        firsts, device, host, num_host_tokens = [], [], [], 0
+        firsts, device, host, num_host_tokens = [], [], list[int](), 0
         for group, window in enumerate(self._windows):
             first = first_block(num_tokens, window, size)
-            places: Sequence[int | None] = (
-                runs[group][:num_blocks]
-                if window is None
-                else [self._find(wanted, index, group) for index in range(first, num_blocks)]
-            )
-            found = [place for place in places if place is not None]
-            if len(found) < num_blocks - first:
+            places = runs[group][:num_blocks] if window is None else None
+            if places is None:
+                places = self._places(wanted, range(first, num_blocks), group)
+            if len(places) < num_blocks - first:
                 return None
-            in_host = [~place for place in found if place < 0]
             firsts.append(first)
-            device.append(tuple(place if place >= 0 else -1 for place in found))
-            host += in_host
-            num_host_tokens = max(num_host_tokens, len(in_host) * size)
+            if min(places, default=0) < 0:
+                in_host = [~place for place in places if place < 0]
+                host += in_host
+                num_host_tokens = max(num_host_tokens, len(in_host) * size)
+                places = [max(place, -1) for place in places]
+            device.append(tuple(places))
         return PrefixMatch(
             num_blocks * size,
             tuple(firsts),
@@ -256,8 +265,9 @@ class PrefixCache:
         if known is not None and known.name is not None:
             return
         size = self._block_size
-        name = in_group(chain.hash_of(index, token_ids, size), group)
-        parent = in_group(chain.parent_of(index), group)
+        name, parent = chain.hash_of(index, token_ids, size), chain.parent_of(index)
+        if group:  # most models have one, and this is done for every block
+            name, parent = in_group(name, group), in_group(parent, group)
         content = tuple(token_ids[index * size : (index + 1) * size])
         if self.index.add(block_id, IndexedBlock(parent, content, name)):
             self._pool.set_cached(block_id, True)
