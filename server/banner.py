@@ -68,13 +68,11 @@ def base_url(host: str, port: int) -> str:
 
 def banner(info: EngineInfo, model_name: str, url: str, *, needs_key: bool) -> str:
     """The lines that say what is served, and how to ask."""
-    num_tokens = info.num_blocks * info.block_size
     rows = {
         "model": f"{model_name} ({info.architecture}, {_millions(info.num_parameters)} parameters)",
         "computed in": f"{info.dtype} on {info.device}, {info.num_threads} threads, "
         f"{info.attention_backend} kernels",
-        "KV cache": f"{info.num_blocks} blocks x {info.block_size} tokens = {num_tokens} tokens "
-        f"({info.kv_cache_bytes / (1 << 30):.2f} GiB)",
+        "KV cache": f"{_kv_blocks(info)} ({info.kv_cache_bytes / (1 << 30):.2f} GiB)",
         "window": f"{info.max_model_len} tokens; up to {info.max_num_seqs} sequences and "
         f"{info.max_num_batched_tokens} tokens a step",
         "loaded in": f"{info.load_s:.1f} s",
@@ -82,6 +80,13 @@ def banner(info: EngineInfo, model_name: str, url: str, *, needs_key: bool) -> s
     }
     lines = [f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows.items()]
     return "\n".join(["octavo is ready", *lines, "", curl_line(model_name, url, needs_key), ""])
+
+
+def _kv_blocks(info: EngineInfo) -> str:
+    blocks = f"{info.num_blocks} blocks x {info.block_size} tokens"
+    if len(info.kv_windows) > 1:
+        blocks += f" of one of {len(info.kv_windows)} groups of layers"
+    return f"{blocks} = {info.num_kv_tokens} tokens"
 
 
 def curl_line(model_name: str, url: str, needs_key: bool) -> str:

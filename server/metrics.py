@@ -8,7 +8,6 @@ with the next, so that nothing makes them fall.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from prometheus_client import (
@@ -238,8 +237,6 @@ class Metrics:
         return {k: self._histogram(f"vllm:request_{k}", v, buckets) for k, v in texts.items()}
 
     def _make_cache_info(self, info: EngineInfo) -> None:
-        num_tokens = info.num_blocks * info.block_size
-        num_blocks_each = math.ceil(info.max_model_len / info.block_size)
         labels = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -247,8 +244,8 @@ class Metrics:
             "cache_dtype": info.dtype,
             "enable_prefix_caching": str(info.enable_prefix_caching),
             "kv_cache_memory_bytes": str(info.kv_cache_bytes),
-            "kv_cache_size_tokens": str(num_tokens),
-            "kv_cache_max_concurrency": f"{info.num_blocks / num_blocks_each:.2f}",
+            "kv_cache_size_tokens": str(info.num_kv_tokens),
+            "kv_cache_max_concurrency": f"{info.kv_concurrency:.2f}",
             "engine": ENGINE_INDEX,
         }
         gauge = Gauge(

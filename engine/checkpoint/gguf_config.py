@@ -82,7 +82,8 @@ def _architecture(file: GGUFFile, fields: Fields) -> str:
         if family.accepts_gguf(fields):
             return family.architectures[0]
     if named:
-        raise CheckpointError(f"{file.path}: mixtures of experts are not supported for {name}.")
+        what = "mixtures of experts" if fields.get("expert_count") else "sliding windows"
+        raise CheckpointError(f"{file.path}: {what} are not supported for {name}.")
     known = dict.fromkeys(f.gguf_architecture for f in families() if f.gguf_architecture)
     raise CheckpointError(
         f"{file.path}: architecture {name} is not supported; octavo reads GGUF files of "

@@ -65,15 +65,14 @@ def build_inputs(
     last_tokens = np.empty(len(order), dtype=np.int64)
     last_tokens[order] = ends - 1
     seq_lens = starts + counts
-    token_ids, positions_on_device, slot_mappings, query_start_loc, lengths, tables = (
-        transfer.upload(
-            table.tokens[token_places, positions].astype(np.int64),
-            positions,
-            slots,
-            np.concatenate(([0], ends)).astype(np.int32),
-            seq_lens.astype(np.int32),
-            _padded_tables(table, places, num_blocks),
-        )
+    # Groups apart, so that each tensor is aligned.
+    token_ids, positions_on_device, query_start_loc, lengths, *by_group = transfer.upload(
+        table.tokens[token_places, positions].astype(np.int64),
+        positions,
+        np.concatenate(([0], ends)).astype(np.int32),
+        seq_lens.astype(np.int32),
+        *slots,
+        *_padded_tables(table, places, num_blocks),
     )
     counts_host, seq_lens_host = counts.tolist(), seq_lens.tolist()
     max_query_len, num_decode_rows = int(counts.max()), int((counts == 1).sum())
@@ -81,15 +80,15 @@ def build_inputs(
         AttentionMetadata(
             query_start_loc=query_start_loc,
             seq_lens=lengths,
-            block_tables=tables[group],
-            slot_mapping=slot_mappings[group],
+            block_tables=tables,
+            slot_mapping=slot_mapping,
             query_lens_host=counts_host,
             seq_lens_host=seq_lens_host,
             max_query_len=max_query_len,
             max_seq_len=max(seq_lens_host),
             num_decode_rows=num_decode_rows,
         )
-        for group in range(len(slots))
+        for slot_mapping, tables in zip(by_group[: len(slots)], by_group[len(slots) :], strict=True)
     )
     return StepInputs(token_ids, positions_on_device, metadata, last_tokens)
 

@@ -126,6 +126,8 @@ def exposed() -> dict[str, set[str]]:
         max_model_len=8192,
         block_size=16,
         num_blocks=1024,
+        num_kv_tokens=16384,
+        kv_concurrency=2.0,
         num_host_blocks=0,
         kv_cache_bytes=1 << 20,
         enable_prefix_caching=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -158,7 +159,9 @@ def test_a_replay_is_the_calls_one_by_one(ops: CpuOps, kind: str) -> None:
     router = ops.pack_linear(draw(NUM_EXPERTS, HIDDEN, seed=9))
     norm = torch.ones(HIDDEN)
 
-    def forward(token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+    ) -> Tensor:
         residual = ops.embed(token_ids, table)
         x = ops.rms_norm(residual, norm, 1e-5)
         for _ in range(3):  # memory is reused between layers
@@ -173,7 +176,7 @@ def test_a_replay_is_the_calls_one_by_one(ops: CpuOps, kind: str) -> None:
             0, 50, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)
         )
         empty = torch.zeros(1, dtype=torch.int32)
-        metadata = AttentionMetadata(empty, empty[:0], empty[None], ids, (), (), 0, 0)
+        metadata = [AttentionMetadata(empty, empty[:0], empty[None], ids, (), (), 0, 0)]
         expected = forward(ids, ids, metadata)
         assert torch.equal(replayed(ids, ids, metadata), expected)
 

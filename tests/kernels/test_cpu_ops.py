@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -152,10 +152,12 @@ def test_memory_that_is_not_to_be_had_is_an_error() -> None:
 def test_keys_that_lie_otherwise_than_values_are_not_recorded(ops: CpuOps) -> None:
     """To copy them is no op, so a replay would store what they were when it was recorded."""
 
-    def forward(token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        x = ops.embed(token_ids, torch.ones(4, 16)).view(-1, 2, 8)
-        ops.store_kv(x[:, :1], torch.ones(len(x), 1, 8), cache_of(ops, 1, 8), metadata.slot_mapping)
+    def forward(
+        token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+    ) -> Tensor:
+        x, slots = ops.embed(token_ids, torch.ones(4, 16)).view(-1, 2, 8), metadata[0].slot_mapping
+        ops.store_kv(x[:, :1], torch.ones(len(x), 1, 8), cache_of(ops, 1, 8), slots)
         return x
 
     with pytest.raises(ValueError, match="lie differently, recorded"):
-        ops.record(forward, Capacity(1, 1, 1))
+        ops.record(forward, Capacity(1, 1, 1), num_groups=1)

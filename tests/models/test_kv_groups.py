@@ -11,6 +11,9 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from octavo.engine.api import SamplingParams
+from octavo.engine.checkpoint.kv_groups import kv_groups
+from octavo.engine.checkpoint.spec import LayerSpec, ModelSpec, RopeSpec
+from octavo.engine.errors import ConfigError
 from octavo.engine.llm import LLM
 
 WINDOW = 10
@@ -18,7 +21,7 @@ S, F = "sliding_attention", "full_attention"
 LAYERS = {
     "one-to-one": [S, F],
     "two-to-one": [S, S, F, S, S, F],
-    "padded": [S, F, S, F, S] + [S, F],
+    "padded": [S, F, S, F, S, S, F],
 }
 
 
@@ -104,12 +107,93 @@ def test_tokens_are_transformers_in_a_tiny_pool(
     assert engine.run(turns, 39) == [[tokens[21:]] for (tokens,) in expected]
     assert engine.run(prompts[:1], 60) == expected[:1]
     stats = engine.llm.stats()
-    print(
-        stats.num_preemptions,
-        stats.num_preemptions_by_swap,
-        stats.prefix_cache_hits,
-        stats.prefix_cache_host_hits,
-        stats.num_blocks_swapped_in,
+    assert stats.num_preemptions > 0
+    assert (
+        (stats.num_preemptions_by_swap > 0) == (stats.num_blocks_swapped_in > 0) == (mode == "swap")
+    )
+    assert stats.prefix_cache_hits >= 40
+
+
+@pytest.mark.parametrize("beams", [False, True])
+def test_samples_and_beams_are_those_of_a_large_pool(
+    make_engine: Callable[..., Engine], tiny_of: Callable[..., Any], beams: bool
+) -> None:
+    theirs = tiny(tiny_of, LAYERS["two-to-one"])
+    wide = {"use_beam_search": True, "n": 3} if beams else {"temperature": 1.0, "seed": 3, "n": 3}
+    prompts = random_prompts([37, 20, 3], 21)
+    large = make_engine(theirs, num_gpu_blocks_override=1000)
+    expected = large.run(prompts, 45, **wide)
+    assert large.llm.stats().num_preemptions == 0
+    small = make_engine(
+        theirs,
+        num_gpu_blocks_override=110,
+        max_num_batched_tokens=13,
+        max_num_seqs=9,
+        swap_space=0.01,
+        preemption_mode="swap",
+    )
+    assert small.run(prompts, 45, **wide) == expected
+    assert small.llm.stats().num_preemptions > 0 or beams  # which share nearly everything
+    assert small.llm.stats().num_block_copies > 0
+
+
+def test_lengths_that_fit_count_a_windows_blocks_only(
+    make_engine: Callable[..., Engine], tiny_of: Callable[..., Any]
+) -> None:
+    """Of 60 blocks, two windowed groups have 3 + 4 + 2 each at most: 42 are left to the full one."""
+    theirs = tiny(tiny_of, LAYERS["two-to-one"])
+    engine = make_engine(theirs, num_gpu_blocks_override=60)
+    info = engine.llm._info
+    assert (info.max_model_len, info.num_kv_tokens, info.kv_concurrency) == (168, 168, 1.0)
+    assert info.kv_windows == (None, WINDOW, WINDOW)
+    ((tokens,),) = engine.run([[5] * 100], 68)
+    assert len(tokens) == 68
+    assert engine.llm.stats().num_preemptions == 0
+    with pytest.raises(ConfigError, match="holds 168 tokens"):
+        make_engine(theirs, num_gpu_blocks_override=60, max_model_len=169)
+    with pytest.raises(ConfigError, match="fewer blocks than the model has KV groups"):
+        make_engine(theirs, num_gpu_blocks_override=2)
+
+
+def test_groups_of_known_models() -> None:
+    def sizes(num_windowed: int, num_full: int, window: int, longest: int) -> list[tuple[Any, int]]:
+        spec = spec_of(num_windowed, num_full, window, longest)
+        groups = kv_groups(spec)
+        assert sorted(layer for group in groups for layer in group.layers) == list(
+            range(spec.num_layers)
+        )
+        return [(group.window, len(group.layers)) for group in groups]
+
+    assert sizes(15, 3, 512, 32768) == [(None, 3)] + [(512, 3)] * 5  # Gemma 3 270M
+    assert sizes(22, 4, 512, 32768) == [(None, 4)] + [(512, 4)] * 5 + [(512, 2)]  # 1B
+    assert sizes(13, 13, 4096, 8192) == [(None, 13), (4096, 13)]  # Gemma 2 2B
+    assert sizes(0, 9, 4096, 8192) == [(None, 9)]
+    assert sizes(9, 0, 4096, 8192) == [(4096, 9)]
+    assert sizes(5, 1, 64, 8192) == [(None, 1)] + [(64, 1)] * 5
+
+
+def spec_of(num_windowed: int, num_full: int, window: int, longest: int) -> ModelSpec:
+    rope = RopeSpec(1e4, 4)
+    layers = [LayerSpec(rope, window)] * num_windowed + [LayerSpec(rope, None)] * num_full
+    return ModelSpec(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=8,
+        hidden_size=4,
+        num_layers=len(layers),
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=4,
+        rms_norm_eps=1e-6,
+        rope=rope,
+        max_position_embeddings=longest,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+        sliding_window=None,
+        dtype="float32",
+        layers=tuple(layers),
     )
 
 
@@ -133,7 +217,7 @@ def test_what_fell_out_of_a_window_is_never_read(
         enable_prefix_caching=False,
         max_num_batched_tokens=23,
     )
-    core = engine.llm._core
+    core: Any = engine.llm._core
     step, pool, caches = core.step, core._scheduler.memory.pool, core._executor._kv_caches
     most_used = 0
 

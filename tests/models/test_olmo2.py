@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.errors import CheckpointError
 from octavo.kernels.ops import Ops
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -49,3 +51,12 @@ def test_logits_of_a_gguf_file(
         is_permuted=False,
     )
     check_family(theirs, path=tmp_path / "model.gguf").logits(ops)
+
+
+def test_a_gguf_file_with_windows_is_no_olmo2(
+    tmp_path: Path, tiny_of: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    path, theirs = tmp_path / "model.gguf", tiny_of(Olmo2ForCausalLM, Olmo2Config)
+    write_gguf(theirs, path, arch="olmo2", is_permuted=False, sliding_window=6)
+    with pytest.raises(CheckpointError, match="sliding windows are not supported for olmo2"):
+        open_checkpoint(path)

@@ -51,7 +51,7 @@ class Gemma2(Family):
             config.refuse("use_bidirectional_attention", True, "false")
         kinds = read_layer_types(config, spec.num_layers)
         is_windowed = (
-            self._is_windowed(spec, config.size("sliding_window_pattern", self.pattern))
+            _is_windowed(spec, self.pattern_of(config))
             if kinds is None
             else [kind == SLIDING for kind in kinds]
         )
@@ -70,15 +70,17 @@ class Gemma2(Family):
         )
         return self.complete(spec)
 
+    def pattern_of(self, config: Fields) -> int:
+        return self.pattern
+
     def local_rope(self, config: Fields, spec: ModelSpec) -> RopeSpec:
         """Of layers with a window."""
         return spec.rope
 
     def read_gguf(self, metadata: Fields, spec: ModelSpec) -> ModelSpec:
         """The files hold norms with 1 added."""
-        is_windowed = self._is_windowed(
-            spec, metadata.size("attention.sliding_window_pattern", self.pattern)
-        )
+        pattern = metadata.size("attention.sliding_window_pattern", self.pattern)
+        is_windowed = _is_windowed(spec, pattern)
         window = metadata.size("attention.sliding_window") if any(is_windowed) else None
         is_27b = spec.num_layers == self.num_layers_of_27b
         scaled = spec.hidden_size // spec.num_q_heads if is_27b else spec.head_dim
@@ -95,15 +97,16 @@ class Gemma2(Family):
     def local_rope_gguf(self, metadata: Fields, spec: ModelSpec) -> RopeSpec:
         return spec.rope
 
-    def _is_windowed(self, spec: ModelSpec, pattern: int) -> list[bool]:
-        return [(index + 1) % pattern != 0 for index in range(spec.num_layers)]
-
     def build(self, spec: ModelSpec, weights: Weights, ops: Ops) -> Model:
         """The models were trained with an embedding's scale of the weights' type."""
         import torch
 
         scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
         return super().build(replace(spec, embedding_scale=scale), weights, ops)
+
+
+def _is_windowed(spec: ModelSpec, pattern: int) -> list[bool]:
+    return [(index + 1) % pattern != 0 for index in range(spec.num_layers)]
 
 
 def _layers(

@@ -34,6 +34,9 @@ class Gemma3(Gemma2):
         rope = _rope(config, spec, FULL, config.number("rope_theta", GLOBAL_THETA), scaling)
         return super().read_config(config, replace(spec, rope=rope))
 
+    def pattern_of(self, config: Fields) -> int:
+        return config.size("sliding_window_pattern", self.pattern)
+
     def local_rope(self, config: Fields, spec: ModelSpec) -> RopeSpec:
         return _rope(config, spec, SLIDING, config.number("rope_local_base_freq", LOCAL_THETA), {})
 
