@@ -55,7 +55,7 @@ def iq4_xs(blocks: Tensor) -> Tensor:
     high = fields(blocks[:, 2:4], 2).transpose(1, 2).flatten(1)
     low = fields(blocks[:, 4:8], 4).transpose(1, 2).flatten(1)
     scales = _centred(low | high << 4, 32) * half(blocks, 0)
-    numbers = _iq4_values(blocks[:, 8:].unflatten(1, (8, 16))).flatten(2)
+    numbers = _iq4_values(blocks[:, 8:].view(-1, 8, 16)).flatten(2)
     return numbers.float().mul_(scales.unsqueeze(2)).flatten(1)
 
 
@@ -63,7 +63,7 @@ def q2_k(blocks: Tensor) -> Tensor:
     """84 bytes: 16 pairs of 4 bits that scale and shift 16 numbers, 256 numbers of 2 bits, two scales."""
     scales = (blocks[:, :16] & 15).float() * half(blocks, 80)
     minima = (blocks[:, :16] >> 4).float() * half(blocks, 82)
-    numbers = fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2).reshape(-1, 16, 16).float()
+    numbers = fields(blocks[:, 16:80].view(-1, 2, 32), 2).reshape(-1, 16, 16).float()
     return numbers.mul_(scales.unsqueeze(2)).sub_(minima.unsqueeze(2)).flatten(1)
 
 
@@ -75,7 +75,7 @@ def q3_k(blocks: Tensor) -> Tensor:
     low = fields(blocks[:, 96:104], 4).flatten(1)
     high = fields(blocks[:, 104:108], 2).flatten(1)
     scales = _centred(low | high << 4, 32) * half(blocks, 108)
-    pairs = fields(blocks[:, 32:96].unflatten(1, (2, 32)), 2).reshape(-1, 16, 16)
+    pairs = fields(blocks[:, 32:96].view(-1, 2, 32), 2).reshape(-1, 16, 16)
     thirds = fields(blocks[:, :32], 1).reshape(-1, 16, 16)
     return _centred(pairs | thirds << 2, 4).mul_(scales.unsqueeze(2)).flatten(1)
 
@@ -95,7 +95,7 @@ def q5_k(blocks: Tensor) -> Tensor:
 def q6_k(blocks: Tensor) -> Tensor:
     """210 bytes: 256 numbers of 4 bits, their upper 2 bits, 16 signed scales, scale; around 32."""
     low = _nibble_rows(blocks[:, :128], 64).view(-1, 16, 16)
-    high = fields(blocks[:, 128:192].unflatten(1, (2, 32)), 2).reshape(-1, 16, 16)
+    high = fields(blocks[:, 128:192].view(-1, 2, 32), 2).reshape(-1, 16, 16)
     scales = blocks[:, 192:208].view(torch.int8).float() * half(blocks, 208)
     return _centred(low | high << 4, 32).mul_(scales.unsqueeze(2)).flatten(1)
 
@@ -108,7 +108,7 @@ def _five_bits(fifth: Tensor, packed: Tensor) -> Tensor:
 
 def _nibble_rows(packed: Tensor, width: int) -> Tensor:
     """Each ``width`` bytes' low halves, then their high halves, as ``[num_blocks, 8, 32]`` uint8."""
-    return fields(packed.unflatten(1, (-1, width)), 4).reshape(-1, 8, 32)
+    return fields(packed.view(packed.shape[0], -1, width), 4).reshape(-1, 8, 32)
 
 
 def _scaled_and_shifted(blocks: Tensor, numbers: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ def _centred(numbers: Tensor, middle: int) -> Tensor:
 
 def _iq4_values(places: Tensor) -> Tensor:
     """``[..., 16]`` bytes → ``[..., 2, 16]`` int8: of the low halves, then of the high halves."""
-    pairs = _IQ4_PAIRS[places.int()].view(torch.int8)
-    return pairs.unflatten(-1, (16, 2)).transpose(-1, -2)
+    pairs = _IQ4_PAIRS[places.int()].view(torch.int8).view(*places.shape, 2)
+    return pairs.transpose(-1, -2)
 
 
 _BYTES = torch.arange(256, dtype=torch.uint8)

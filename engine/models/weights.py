@@ -99,6 +99,8 @@ class Weights:
             return self.read_rows(names)
         parts = [part for name in names if (part := self._source.load_blocks(name)) is not None]
         self._note_read(len(parts))
+        if len(parts) == 1:
+            return parts[0]
         return QuantizedRows(torch.cat([part.blocks for part in parts]), parts[0].type)
 
 
