@@ -220,6 +220,22 @@ def test_a_head_is_looked_up_again_when_its_prefix_may_have_been_cached_meanwhil
     assert b.outputs["running"] == expected(prompt, 60)
 
 
+def test_a_request_waits_until_a_windows_blocks_are_free_too(
+    bench: Any, expected: Expected
+) -> None:
+    """16 tokens take 4 blocks of each group; "first" leaves 6 of 14 when it decodes."""
+    b = bench(num_blocks=14, windows=(None, 8), budget=16, enable_prefix_caching=False)
+    b.add("first", list(range(16)), max_tokens=20)
+    b.add("second", list(range(30, 46)), max_tokens=4)
+    for _ in range(3):
+        b.step()
+    assert b.memory.pool.num_free_blocks == 6
+    assert not is_admitted(b, "second")
+    b.drain()
+    assert b.outputs["first"] == expected(list(range(16)), 20)
+    assert b.outputs["second"] == expected(list(range(30, 46)), 4)
+
+
 # --- the door's arithmetic -----------------------------------------------------------------------
 
 
