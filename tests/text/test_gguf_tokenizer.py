@@ -258,6 +258,27 @@ def test_sentencepiece_without_space_prefix(sentencepiece_metadata: dict[str, An
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"
 
 
+def test_runs_of_spaces_that_are_tokens_of_their_own(
+    sentencepiece_metadata: dict[str, Any],
+) -> None:
+    """As Gemma's files have them: user-defined, with plain spaces, and the longest first."""
+    runs = [" " * length for length in range(2, 6)]
+    tokens = [*sentencepiece_metadata["tokenizer.ggml.tokens"], *runs]
+    metadata = sentencepiece_metadata | {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [
+            *sentencepiece_metadata["tokenizer.ggml.token_type"],
+            *[4] * 4,
+        ],
+        "tokenizer.ggml.scores": [*sentencepiece_metadata["tokenizer.ggml.scores"], *[0.0] * 4],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = Tokenizer(build_gguf_tokenizer(metadata, "x"))
+    ids = tokenizer.encode(f"he{' ' * 8}the an", add_special_tokens=False)
+    assert [tokens[token_id] for token_id in ids] == [*("he", " " * 5, " " * 3, "t", "he", "▁an")]
+    assert tokenizer.decode(ids) == f"he{' ' * 8}the an"
+
+
 @pytest.mark.parametrize("says", ["architecture", "name", "old name", "nothing"])
 def test_special_tokens_of_phi3_swallow_white_space(
     sentencepiece_metadata: dict[str, Any], says: str
