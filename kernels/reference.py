@@ -126,7 +126,8 @@ class ReferenceOps:
         return self._norm_heads(q, q_weight, eps), self._norm_heads(k, k_weight, eps)
 
     def _norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = heads.reshape(len(heads), -1, len(weight))
+        size = heads.shape[1] * heads.shape[2]
+        rows = heads.reshape(len(heads), size // len(weight), len(weight))
         return self.rms_norm(rows, weight, eps).view(heads.shape)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:

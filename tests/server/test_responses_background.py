@@ -281,10 +281,10 @@ async def test_no_more_run_than_the_store_has_room_for(engine: FakeEngine) -> No
 async def test_room_is_looked_at_again_once_the_engine_has_admitted(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit = engine.submit
+    submit, both_came = engine.submit, asyncio.Barrier(2)
 
     async def slow(requests: Sequence[GenerationRequest]) -> Sequence[RequestStream]:
-        await asyncio.sleep(0)
+        await both_came.wait()
         return await submit(requests)
 
     monkeypatch.setattr(engine, "submit", slow)
