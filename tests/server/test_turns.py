@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
 
-from octavo.server.turns import Turns
+from octavo.server.turns import PER_TURN, Turns
 from tests.server.conftest import listening
 
 if TYPE_CHECKING:
@@ -26,25 +27,28 @@ async def test_turns_come_in_order_with_a_turn_of_the_loop_between() -> None:
     def tick() -> None:
         nonlocal ticks
         ticks += 1
-        if len(seen) < 5:
+        if len(seen) < num_takers:
             loop.call_soon(tick)
+
+    num_takers = 3 * PER_TURN - 1
 
     async def take(number: int) -> None:
         await turns.take()
         seen.append((number, ticks))
 
     tick()
-    await asyncio.gather(*(take(number) for number in range(5)))
-    assert [number for number, _ in seen] == [0, 1, 2, 3, 4]
-    assert len({when for _, when in seen}) == 5
+    await asyncio.gather(*(take(number) for number in range(num_takers)))
+    assert [number for number, _ in seen] == list(range(num_takers))
+    assert sorted(Counter(when for _, when in seen).values()) == [PER_TURN - 1, PER_TURN, PER_TURN]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert turns._is_free
+    assert turns._num_free == PER_TURN
 
 
 async def test_a_turn_that_nobody_wants_any_more_is_passed_over() -> None:
     turns = Turns()
-    await turns.take()
+    for _ in range(PER_TURN):
+        await turns.take()
     waiting = [asyncio.create_task(turns.take()) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
