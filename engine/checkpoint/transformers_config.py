@@ -126,7 +126,10 @@ def _is_part(key: str, value: object) -> bool:
 
 def _rope_parameters(fields: Fields) -> list[Mapping[str, Any]]:
     """All there are, whether one for the model or one for each type of layer."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        fields.refuse("rope_parameters", given, "an object")
-    return [given, *(value for value in given.values() if isinstance(value, dict))]
+    found: list[Mapping[str, Any]] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        given = fields.get(key) or {}
+        if not isinstance(given, dict):
+            fields.refuse(key, given, "an object")
+        found += [given, *(value for value in given.values() if isinstance(value, dict))]
+    return found

@@ -41,10 +41,8 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
     "gemma2": (
         "Gemma2ForCausalLM",
-        {
-            **{"head_dim": 16, "sliding_window": 13, "attn_logit_softcapping": 2.0},
-            **{"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "num_hidden_layers": 4},
-        },
+        {"head_dim": 16, "sliding_window": 13, "query_pre_attn_scalar": 16, "num_hidden_layers": 4}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
 }
 

@@ -5,6 +5,7 @@ Products by octavo's ops give a row the same bits in any company, and are faster
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, ops: Ops) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        bias = None if linear.bias is None else linear.bias.data
-        self.packed = ops.pack_linear(linear.weight.data, bias)
+        self.packed = ops.pack_linear(linear.weight.data, _bias(linear))
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
@@ -48,14 +48,22 @@ class PackedHead(nn.Module):
 
     def __init__(self, head: nn.Linear, ops: Ops) -> None:
         super().__init__()
-        self.bias = None if head.bias is None else head.bias.data.float()
+        self.bias = _bias(head)
         self.packed = ops.pack_head(head.weight.data)
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden_size] -> [..., vocab_size] float32
         logits = self.ops.logits(x.reshape(-1, x.shape[-1]), self.packed)
-        logits = logits if self.bias is None else logits + self.bias
+        if self.bias is not None:
+            logits = logits + self.bias
         return logits.view(*x.shape[:-1], logits.shape[-1])
+
+
+@dataclass
+class States(MoeModelOutputWithPast):
+    """With the fields of every kind of output that a class with a head looks at."""
+
+    cross_attentions: Any = None
 
 
 class GivenHidden(nn.Module):
@@ -70,8 +78,13 @@ class GivenHidden(nn.Module):
     def decoder(self) -> GivenHidden:  # OPT's class with the head reaches through its model
         return self
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *_args: Any, **_kwargs: Any) -> States:
+        return States(last_hidden_state=self.hidden)
+
+
+def _bias(linear: Any) -> Tensor | None:
+    """``[out_features]``, if there is one."""
+    return None if linear.bias is None else linear.bias.data
 
 
 def pack(model: nn.Module, ops: Ops, dtype: torch.dtype, head: nn.Module) -> None:
@@ -84,11 +97,13 @@ def pack(model: nn.Module, ops: Ops, dtype: torch.dtype, head: nn.Module) -> Non
         for name, child in list(module.named_children()):
             if child is head:
                 continue
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child.weight.dtype == dtype:
                 setattr(module, name, PackedLinear(child, ops))
-            elif type(child) is nn.Embedding:
+            elif type(child) is nn.Embedding and child.weight.dtype == dtype:
                 setattr(module, name, PackedEmbedding(child, ops))
-    model.to(activation_dtype(ops, dtype))
+    computed = activation_dtype(ops, dtype)
+    if computed != dtype:  # else what a class keeps wider than its weights stays so
+        model.to(computed)
 
 
 def activation_dtype(ops: Ops, dtype: torch.dtype) -> torch.dtype:

@@ -114,6 +114,7 @@ def _filled(checkpoint: Checkpoint, config: Any, model_class: Any, dtype: torch.
         attn_implementation="eager",
         trust_remote_code=False,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
     )
     for kind, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
         if info[kind]:
