@@ -29,7 +29,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4: neighbours rotate": ("Glm4ForCausalLM", {"head_dim": 16}),
     "nemotron: squared relu": ("NemotronForCausalLM", {"head_dim": 16}),
     "opt: learned positions": ("OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    "gpt2: no linear layers": ("GPT2LMHeadModel", GPT),
+    "gpt2: transposed weights": ("GPT2LMHeadModel", GPT),
     "phi: a head with a bias": ("PhiForCausalLM", {}),
     "qwen2-moe: experts": (
         "Qwen2MoeForCausalLM",
@@ -71,11 +71,24 @@ def test_logits_where_octavo_has_a_family(
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("variant", ["cohere2: windows in some layers", "gpt2: no linear layers"])
+@pytest.mark.parametrize("variant", ["cohere2: windows in some layers", "gpt2: transposed weights"])
 def test_greedy_tokens(
     variant: str, tiny_of: Callable[..., Any], check_family: Callable[..., Any]
 ) -> None:
     check_family(tiny(tiny_of, *VARIANTS[variant])).greedy("cpu")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("variant", ["starcoder2: a window", "gpt2: transposed weights"])
+def test_a_row_has_the_same_bits_in_any_company(
+    variant: str, tiny_of: Callable[..., Any], save: Callable[..., Path], feed: Callable[..., Any]
+) -> None:
+    model = load(save(tiny(tiny_of, *VARIANTS[variant])), "cpu")
+    ops = select_ops("cpu", torch.device("cpu"))
+    ids = list(range(3, 40))
+    alone = feed(model, ops, ids, [1])
+    for chunks in ([5], [37]):
+        assert torch.equal(feed(model, ops, ids, chunks), alone)
 
 
 # --- what is refused ----------------------------------------------------------------------------

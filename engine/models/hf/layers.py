@@ -11,17 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
 
 from ....kernels.ops import Ops
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` with a packed weight."""
+    """``nn.Linear``, or GPT-2's ``Conv1D``, with a packed weight."""
 
-    def __init__(self, linear: nn.Linear, ops: Ops) -> None:
+    def __init__(self, linear: nn.Module, ops: Ops) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = ops.pack_linear(linear.weight.data, _bias(linear))
+        weight: Any = linear.weight.data  # [out_features, in_features]
+        if isinstance(linear, Conv1D):
+            weight = weight.T.contiguous()
+        self.out_features, self.in_features = weight.shape
+        self.packed = ops.pack_linear(weight, _bias(linear))
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
@@ -97,7 +101,7 @@ def pack(model: nn.Module, ops: Ops, dtype: torch.dtype, head: nn.Module) -> Non
         for name, child in list(module.named_children()):
             if child is head:
                 continue
-            if type(child) is nn.Linear and child.weight.dtype == dtype:
+            if type(child) in (nn.Linear, Conv1D) and child.weight.dtype == dtype:
                 setattr(module, name, PackedLinear(child, ops))
             elif type(child) is nn.Embedding and child.weight.dtype == dtype:
                 setattr(module, name, PackedEmbedding(child, ops))
