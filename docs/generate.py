@@ -164,8 +164,8 @@ _MODELS_HEAD = """\
 # Models
 
 octavo runs the decoder-only models below, from a Hugging Face folder (safetensors) or, where the table names
-an architecture of llama.cpp, from a GGUF file. An architecture that is not here is refused by name, and so is a
-feature that a model's configuration asks for and octavo does not compute. To add one: [Add a
+an architecture of llama.cpp, from a GGUF file. A feature that a model's configuration asks for and octavo does not
+compute is refused by name. [Other decoders](#any-other-decoder) run through transformers. To add one: [Add a
 model](../CONTRIBUTING.md).
 
 Every family is verified against transformers: tiny models with random weights, norms and biases, in float32, whose
@@ -193,13 +193,47 @@ cannot follow; so octavo decides once, by the longest sequence that it admits:
 
 With `yarn`, the model's window is `factor * original_max_position_embeddings` if `max_position_embeddings` is less: files
 in which it was turned on by hand leave the latter as it was.
+
+## Any other decoder
+
+A Hugging Face folder whose architecture is not in the table runs through the class that the installed transformers
+has for it (`pip install 'octavo[transformers]'`), with octavo's paged attention as its attention function: batched,
+paged, in chunks and with prefix hits like the others, float32 logits included. `--model-impl transformers` runs a
+model of the table so too, `--model-impl octavo` refuses what is not in it. Linear layers, embeddings and the head are
+computed by octavo's kernels, the rest by the class; code that comes with a model is never run.
+
+When such a model is loaded, its layers are asked what attention they want, and two short sequences must have, in
+pieces and beside each other, the logits that the class gives each alone with its own attention. What cannot run so
+is refused with a sentence that names why:
+
+- GGUF files, quantised weights, encoder-decoders, models with parts for images or sound;
+- classes that do not let their attention be replaced (StableLM, BLOOM, Falcon in transformers 5.24), and models whose
+  own code would be needed;
+- layers of other kinds (state spaces, linear or chunked attention), multi-head latent attention, keys and values of
+  different sizes, layers that differ in their heads;
+- positions inside the mask (ALiBi); rope types that follow the longest sequence of a batch (`dynamic`, `longrope`);
+- windows that the configuration speaks of and the attention function is not given; attention sinks where the kernels
+  have none (those of the CPU).
+
+Verified as the families are ([test_transformers_impl.py](../tests/models/test_transformers_impl.py)): {variants}; and
+of the table Llama, Qwen3 and Gemma 2.
+
+It is slower than a family of octavo's: the class's steps are many small ones. {speed}
 """
+
+_SPEED = """\
+A model of SmolLM2-135M's shape with random
+weights, on one core of a CPU, generated 1.5 times as many tokens a second by octavo's own code in float32 and 2.2 times
+as many in bfloat16; with eight streams 1.6 and 2.1 times (medians of five turns of
+`python benchmarks/model_impl.py --dtype float32 --repeats 5`, and of the same with `bfloat16`)."""
 
 
 def render_models() -> str:
     """The text of ``models.md``."""
     rows = "".join(_model_row(family) for family in families())
-    return _MODELS_HEAD + rows + _MODELS_TAIL
+    variants = "; ".join(_variants("transformers_impl"))
+    tail = _MODELS_TAIL.replace("{variants}", variants).replace("{speed}", _SPEED)
+    return _MODELS_HEAD + rows + tail
 
 
 def _model_row(family: Family) -> str:
@@ -225,11 +259,21 @@ def _checks(name: str) -> list[str]:
     ]
 
 
+def _variants(name: str) -> list[str]:
+    """What a test file compares, by the names of its variants."""
+    table = _table(ast.parse((HERE.parent / "tests" / "models" / f"test_{name}.py").read_text()))
+    return [ast.literal_eval(key) for key in table.keys if key is not None]
+
+
 def _num_variants(module: ast.Module) -> int:
+    return len(_table(module).keys)
+
+
+def _table(module: ast.Module) -> ast.Dict:
     for node in module.body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "VARIANTS":
             assert isinstance(node.value, ast.Dict)
-            return len(node.value.keys)
+            return node.value
     raise ValueError("a family's test file has a table of VARIANTS")
 
 

@@ -77,7 +77,12 @@ def _hub_model(config: EngineConfig) -> HubModel | None:
         )
     if model is None:
         return None
-    return replace(model, revision=options.revision, cache_dir=options.download_dir)
+    return replace(
+        model,
+        revision=options.revision,
+        cache_dir=options.download_dir,
+        model_impl=options.model_impl,
+    )
 
 
 def _with_path(config: EngineConfig, path: Path) -> EngineConfig:
@@ -93,14 +98,14 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
     """
     config = with_local_model(config)
     if config.model.model is not None:
-        return open_checkpoint(config.model.model)
+        return open_checkpoint(config.model.model, config.model.model_impl)
     embedded = find_embedded_model()
     if embedded is None:
         raise ConfigError(
             f"No model is given and none is embedded: name a folder or GGUF file, or run "
             f"`{EMBEDDED_MODEL_COMMAND}`."
         )
-    return open_checkpoint(embedded)
+    return open_checkpoint(embedded, config.model.model_impl)
 
 
 def start_engine(

@@ -20,6 +20,7 @@ from .errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "triton", "cpu", "torch", "reference")
+MODEL_IMPLS = ("auto", "octavo", "transformers")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 POLICIES = ("fcfs", "priority", "fair")
 LOG_FORMATS = ("text", "json")
@@ -174,6 +175,12 @@ class ModelConfig(_Checked):
         "auto",
         "Sampling defaults: those of the model's generation_config.json, or none.",
         choices=("auto", "none"),
+    )
+    model_impl: str = option(
+        "auto",
+        "Whose code computes the model: octavo's, or a folder's own class in transformers over octavo's paged "
+        "attention, which is slower. auto: octavo's where it knows the architecture, else transformers'.",
+        choices=MODEL_IMPLS,
     )
     dtype: str = option(
         "auto",

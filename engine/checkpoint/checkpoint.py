@@ -55,8 +55,11 @@ class Checkpoint:
         return min(positions, self.tokenizer_window or positions)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, model_impl: str = "auto") -> Checkpoint:
     """Open a Hugging Face folder, a GGUF file (of a split one the first part) or a folder with one.
+
+    Args:
+        model_impl: whose code is to compute the model, as ``--model-impl``.
 
     Raises:
         CheckpointError: it does not exist, is damaged, or holds what octavo does not support. The
@@ -64,9 +67,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(os.path.expanduser(path))
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, model_impl)
     if path.is_file():
-        return _open_gguf(path)
+        return _open_gguf(path, model_impl)
     raise CheckpointError(
         f"There is no model at {path}: give a folder, a GGUF file or a repository of the Hub as ORG/NAME."
     )
@@ -81,25 +84,25 @@ def find_embedded_model() -> Path | None:
     return None
 
 
-def check_config(folder: Path) -> None:
+def check_config(folder: Path, model_impl: str = "auto") -> None:
     """Whether octavo serves the model that config.json in ``folder`` describes, whose weights may be absent.
 
     Raises:
         CheckpointError: it does not.
     """
-    _read_config(folder)
+    _read_config(folder, model_impl)
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any], ModelSpec]:
+def _read_config(folder: Path, model_impl: str) -> tuple[dict[str, Any], ModelSpec]:
     path = folder / "config.json"
     config = read_json(path)
-    return config, read_spec(config, str(path))
+    return config, read_spec(config, str(path), model_impl)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, model_impl: str) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        return _open_gguf_folder(folder)
-    config, spec = _read_config(folder)
+        return _open_gguf_folder(folder, model_impl)
+    config, spec = _read_config(folder, model_impl)
     tensor_files = find_tensors(folder)
     if config.get("dtype") is None and config.get("torch_dtype") is None:
         spec = replace(spec, dtype=commonest_dtype(tensor_files) or spec.dtype)
@@ -119,14 +122,18 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
-def _open_gguf_folder(folder: Path) -> Checkpoint:
+def _open_gguf_folder(folder: Path, model_impl: str) -> Checkpoint:
     path = find_gguf(folder)
     if path is None:
         raise CheckpointError(f"{folder} has neither config.json nor a GGUF file: it is no model.")
-    return _open_gguf(path)
+    return _open_gguf(path, model_impl)
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _open_gguf(path: Path, model_impl: str) -> Checkpoint:
+    if model_impl == "transformers":
+        raise CheckpointError(
+            f"{path} is a GGUF file; --model-impl transformers needs a folder with config.json and safetensors."
+        )
     file = open_gguf(path)
     spec = read_gguf_spec(file)
     template = file.metadata.get("tokenizer.chat_template")

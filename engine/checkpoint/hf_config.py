@@ -13,22 +13,32 @@ from .families import architectures, family_of
 from .fields import Fields
 from .rope_config import read_rope, window_of
 from .spec import ModelSpec, check_spec
+from .transformers_config import is_decoder, read_transformers_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 SLIDING, FULL = LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
-def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
+def read_spec(config: Mapping[str, Any], where: str, model_impl: str = "auto") -> ModelSpec:
     """The spec that ``config`` describes. ``where`` is the file, for messages.
+
+    Args:
+        model_impl: as ``--model-impl``: ``auto`` is octavo's own for an architecture that has a family.
 
     Raises:
         CheckpointError: the architecture, activation, rope type or quantisation is not supported, or
             a value is missing or senseless.
     """
-    family = family_of(architecture := _architecture(config, where))
-    fields = Fields({**family.defaults, **config}, where)
+    architecture = _architecture(config, where, model_impl)
+    is_own = architecture in architectures()
+    defaults = family_of(architecture).defaults if is_own else {}
+    fields = Fields({**defaults, **config}, where)
     _refuse_quantized(fields)
-    spec = family.read_config(fields, _common_spec(architecture, fields))
+    if is_own and model_impl != "transformers":
+        family = family_of(architecture)
+        spec = family.read_config(fields, _common_spec(architecture, fields))
+    else:
+        spec = read_transformers_spec(architecture, fields, _dtype(fields))
     check_spec(spec, where)
     return spec
 
@@ -59,16 +69,19 @@ def _common_spec(architecture: str, fields: Fields) -> ModelSpec:
     )
 
 
-def _architecture(config: Mapping[str, Any], where: str) -> str:
+def _architecture(config: Mapping[str, Any], where: str, model_impl: str) -> str:
     names = config.get("architectures")
     if not names or not isinstance(names, list):
         raise CheckpointError(f"{where} names no architecture.")
     for name in names:
         if name in architectures():
             return str(name)
+    if model_impl != "octavo" and is_decoder(names[0]):
+        return str(names[0])
+    more = "" if model_impl == "octavo" else ", and other decoders (...ForCausalLM) by transformers"
     raise CheckpointError(
         f"{where}: architecture {names[0]} is not supported; octavo runs "
-        f"{', '.join(architectures())}."
+        f"{', '.join(architectures())}{more}."
     )
 
 

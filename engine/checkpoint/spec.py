@@ -106,6 +106,7 @@ class ModelSpec:
     residual_scale: float = 1.0  # of what attention and feed-forward add
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    implementation: Literal["octavo", "transformers"] = "octavo"  # whose code computes it
 
     def layer(self, index: int) -> LayerSpec:
         """Layer ``index`` of ``num_layers``."""

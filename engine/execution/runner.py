@@ -6,14 +6,14 @@ Owns the KV tensors and the per-row state. Must not know why the scheduler decid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.ops import Ops
+from ...kernels.ops import AttentionMetadata, Ops
 from ..checkpoint.kv_groups import kv_groups, layers_per_block
 from ..models.model import Model
 from ..step import ExecutorRates, RowResult, ScheduledRow, StepHandle, StepPlan, StepResult
@@ -78,11 +78,14 @@ class ModelRunner:
         }
         layers = [places[layer] for layer in range(model.num_layers)]
         layer_caches = [self._kv_caches[place] for place, _ in layers]
-        self._forward_step = ops.record_step(
-            lambda token_ids, positions, metadata: model.forward(
-                token_ids, positions, layer_caches, [metadata[group] for _, group in layers]
-            )
-        )
+
+        def forward(
+            token_ids: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]
+        ) -> Tensor:
+            rows = [metadata[group] for _, group in layers]
+            return model.forward(token_ids, positions, layer_caches, rows)
+
+        self._forward_step = ops.record_step(forward) if model.is_recordable else forward
         self._table = RowTable(
             max_num_rows=max_num_seqs,
             max_model_len=max_model_len,

@@ -195,6 +195,8 @@ class DecoderLayer:
 class Decoder:
     """Implements :class:`~.model.Model`."""
 
+    is_recordable = True
+
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
         self.spec = spec
         self.ops = ops

@@ -45,6 +45,10 @@ def load_model(
     spec = checkpoint.spec
     if max_model_len is not None:
         spec = replace(spec, max_position_embeddings=max_model_len)
+    if spec.implementation == "transformers":
+        from .hf.load import load_transformers_model  # brings in transformers, which takes seconds
+
+        return load_transformers_model(checkpoint, spec, ops, dtype=dtype, device=device)
     _log_rope(spec)
     family = family_of(spec.architecture)
     expected = family.tensor_shapes(spec)

@@ -18,6 +18,10 @@ class Model(Protocol):
     num_parameters: int
 
     @property
+    def is_recordable(self) -> bool:
+        """Whether :meth:`forward` is made of ops alone, so that :meth:`Ops.record_step` may replay it."""
+
+    @property
     def num_layers(self) -> int: ...
 
     def kv_cache_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:

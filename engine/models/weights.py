@@ -117,11 +117,11 @@ def check_tensors(
     own = {source.own_name(name): shape for name, shape in expected.items()}
     missing = [name for name in own if name not in source.shapes]
     if missing:
-        raise CheckpointError(f"{source.path} lacks {_listed(missing)}.")
+        raise CheckpointError(f"{source.path} lacks {listed(missing)}.")
     unexpected = [name for name in source.shapes if name not in own and not is_ignored(name)]
     if unexpected:
         raise CheckpointError(
-            f"{source.path} holds {_listed(sorted(unexpected))}, which the model has no place for."
+            f"{source.path} holds {listed(sorted(unexpected))}, which the model has no place for."
         )
     for name, shape in own.items():
         if source.shapes[name] != shape:
@@ -131,7 +131,8 @@ def check_tensors(
             )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Tensors in words, the first few by name."""
     shown = ", ".join(names[:MAX_NAMED])
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"the tensor{'s' if len(names) > 1 else ''} {shown}{more}"

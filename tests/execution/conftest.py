@@ -50,6 +50,7 @@ class FakeModel:
     """
 
     spec = SPEC
+    is_recordable = True
     num_layers = 2
     num_parameters = 0
 

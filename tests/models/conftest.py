@@ -96,9 +96,11 @@ class PagedModel:
             cache.key.fill_(UNWRITTEN)
             cache.value.fill_(UNWRITTEN)
         self.model = model
-        self._forward = ops.record_step(
-            lambda t, p, m: model.forward(t, p, self.caches, [*m] * model.num_layers)
-        )
+
+        def forward(t: Tensor, p: Tensor, m: Sequence[AttentionMetadata]) -> Tensor:
+            return model.forward(t, p, self.caches, [*m] * model.num_layers)
+
+        self._forward = ops.record_step(forward) if model.is_recordable else forward
 
     def step(self, *rows: Row) -> list[Tensor]:
         """Logits of each row's tokens, ``[num_tokens, vocab_size]``."""
@@ -136,9 +138,12 @@ def _step_inputs(
 class FamilyCheck:
     """octavo's model beside the transformers model that its folder was saved from."""
 
-    def __init__(self, theirs: Any, folder: Path, length: int, shortest: int) -> None:
+    def __init__(
+        self, theirs: Any, folder: Path, length: int, shortest: int, model_impl: str
+    ) -> None:
         self.theirs = theirs
         self.folder = folder
+        self.model_impl = model_impl
         random = torch.Generator().manual_seed(3)
         self.long, other = torch.randint(3, VOCAB_SIZE - 3, (2, length), generator=random).tolist()
         self.shared = 2 * BLOCK_SIZE
@@ -148,7 +153,7 @@ class FamilyCheck:
     def logits(self, ops: Ops, max_model_len: int | None = None) -> None:
         """Prefill in one piece and in pieces, decode, batches of all kinds of rows, a prefix hit."""
         ours = load_model(
-            open_checkpoint(self.folder),
+            open_checkpoint(self.folder, self.model_impl),
             ops,
             dtype=torch.float32,
             device=CPU,
@@ -213,6 +218,7 @@ class FamilyCheck:
             str(self.folder),
             dtype="float32",
             attention_backend=backend,
+            model_impl=self.model_impl,
             max_num_batched_tokens=16,
             **(sizes | options),
         )
@@ -498,12 +504,17 @@ def check_family(save: Callable[..., Path]) -> Callable[..., FamilyCheck]:
         path: of a checkpoint of the model; by default it is saved as a folder.
         length: of the longest sequence.
         shortest: length of the shortest.
+        model_impl: whose code computes octavo's side.
     """
 
     def check(
-        theirs: Any, length: int = 61, shortest: int = 5, path: Path | None = None
+        theirs: Any,
+        length: int = 61,
+        shortest: int = 5,
+        path: Path | None = None,
+        model_impl: str = "auto",
     ) -> FamilyCheck:
-        return FamilyCheck(theirs, path or save(theirs), length, shortest)
+        return FamilyCheck(theirs, path or save(theirs), length, shortest, model_impl)
 
     return check
 

@@ -59,7 +59,7 @@ def refused(path: Path, pattern: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*Mistral"),
+        ({"architectures": ["MambaModel"]}, "MambaModel is not supported.*Mistral"),
         ({"architectures": None}, "names no architecture"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer.*'64'"),

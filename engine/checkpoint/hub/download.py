@@ -85,7 +85,7 @@ class _Snapshot:
         self._bring(small, lambda _fraction: None)
         folder, weights = self._folder(), chosen.weights
         if chosen.gguf is None:
-            check_config(folder)
+            check_config(folder, self._wanted.model_impl)
             weights = tuple(shard_names(folder)) if INDEX in weights else weights
         for name in weights:
             if name not in self._sizes:

@@ -23,6 +23,7 @@ class HubModel:
     choice: str | None = None  # a GGUF file's name, or a quantisation such as "Q4_K_M"
     revision: str | None = None  # branch, tag or commit; ``None``: main
     cache_dir: str | None = None  # ``None``: where HF_HOME and HF_HUB_CACHE say
+    model_impl: str = "auto"  # as --model-impl: decides which architectures are worth fetching
 
     def __str__(self) -> str:
         return self.repo_id if self.choice is None else f"{self.repo_id}:{self.choice}"
