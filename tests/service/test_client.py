@@ -570,7 +570,9 @@ asyncio.run(main())
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("data", [b"\x80\x04cos\nsystem\n.", os.urandom(64)], ids=["pickle", "noise"])
+@pytest.mark.parametrize(
+    "data", [b"\x80\x04cos\nsystem\n.", os.urandom(64)], ids=["pickle", "noise"]
+)
 def test_a_damaged_frame_ends_the_engine_loudly(tiny_model: Path, data: bytes) -> None:
     async def scene() -> None:
         async with running(tiny_model, "slow") as client:
