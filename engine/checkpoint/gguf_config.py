@@ -13,7 +13,7 @@ from .families import families, family_of
 from .fields import Fields
 from .gguf_file import QUANTIZED_TYPES, GGUFFile
 from .rope_config import ORIGINAL, Scaling, window_of, yarn_attention_factor
-from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_spec
+from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_counts, check_spec
 
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -31,7 +31,9 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     fields = _arch_fields(file)
     architecture = _architecture(file, fields)
     family = family_of(architecture)
-    spec = family.read_gguf(fields, _common_spec(architecture, file, fields))
+    common = _common_spec(architecture, file, fields)
+    check_counts(common, str(file.path))
+    spec = family.read_gguf(fields, common)
     if family.has_gguf_pairs and spec.rope.rotary_dim != spec.head_dim:
         size = f"the head's size {spec.head_dim}"
         fields.refuse("rope.dimension_count", spec.rope.rotary_dim, size)

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from .families import architectures, family_of
 from .fields import Fields
 from .rope_config import read_rope, window_of
-from .spec import ModelSpec, check_spec
+from .spec import ModelSpec, check_counts, check_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 SLIDING, FULL = LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -28,7 +28,13 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     family = family_of(architecture := _architecture(config, where))
     fields = Fields({**family.defaults, **config}, where)
     _refuse_quantized(fields)
-    spec = family.read_config(fields, _common_spec(architecture, fields))
+    common = _common_spec(architecture, fields)
+    check_counts(common, where)
+    if not family.has_rope_by_kind:
+        _refuse_rope_by_kind(fields)
+    spec = family.read_config(fields, common)
+    if not family.has_partial_rotary:
+        _refuse_partial_rotary(fields, spec)
     check_spec(spec, where)
     return spec
 
@@ -81,12 +87,32 @@ def _refuse_quantized(fields: Fields) -> None:
         )
 
 
+def _refuse_rope_by_kind(fields: Fields) -> None:
+    """An object for each kind of layer, which would be taken for no parameters at all."""
+    given = fields.get("rope_parameters") or {}
+    if named := [kind for kind in LAYER_TYPES if kind in given]:
+        fields.refuse("rope_parameters", named, "one object for all layers")
+
+
+def _refuse_partial_rotary(fields: Fields, spec: ModelSpec) -> None:
+    """transformers rotates whole heads in most architectures, whatever the key says."""
+    for rope in (spec.layer(index).rope for index in range(spec.num_layers)):
+        if rope is not None and rope.rotary_dim != spec.head_dim:
+            share = rope.rotary_dim / spec.head_dim
+            fields.refuse("partial_rotary_factor", share, f"1 for {spec.architecture}")
+
+
 def _dtype(fields: Fields) -> str:
     key = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     name = fields.text(key, "float32").removeprefix("torch.")
     if name not in DTYPES:
         fields.refuse(key, name, f"one of {', '.join(DTYPES)}")
     return name
+
+
+def read_window(fields: Fields) -> int | None:
+    """``sliding_window``; ``None`` where it is null."""
+    return None if fields.get("sliding_window") is None else fields.size("sliding_window")
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:

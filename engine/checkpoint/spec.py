@@ -120,6 +120,19 @@ def auto_dtype(spec: ModelSpec, *, on_cpu: bool, has_bfloat16: bool) -> str:
     return spec.dtype
 
 
+def check_counts(spec: ModelSpec, where: str) -> None:
+    """Whether so many layers and positions may be described one by one.
+
+    Raises:
+        CheckpointError: they are too many.
+    """
+    if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
+            f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
+        )
+
+
 def check_spec(spec: ModelSpec, where: str) -> None:
     """Whether the numbers fit each other.
 
@@ -129,11 +142,6 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     if spec.num_q_heads % spec.num_kv_heads:
         raise CheckpointError(
             f"{where}: {spec.num_q_heads} query heads cannot share {spec.num_kv_heads} key-value heads."
-        )
-    if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
-        raise CheckpointError(
-            f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
-            f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
         )
     if spec.layers and len(spec.layers) != spec.num_layers:
         raise CheckpointError(
@@ -170,3 +178,6 @@ def _check_rope(rope: RopeSpec, head_dim: int, where: str) -> None:
             f"{where}: {rope.rotary_dim} rotated numbers per head of {head_dim}; "
             "octavo needs an even count within the head."
         )
+    is_yarn = rope.scaling is not None and rope.scaling["rope_type"] == "yarn"
+    if is_yarn and rope.theta <= 1:
+        raise CheckpointError(f"{where}: a rope_theta of {rope.theta} with yarn; it must exceed 1.")

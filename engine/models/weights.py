@@ -132,6 +132,6 @@ def check_tensors(
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMED])
+    shown = ", ".join(name if name.isprintable() else repr(name) for name in names[:MAX_NAMED])
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"the tensor{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -9,7 +9,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gguf
 import numpy as np
@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
-from octavo.engine.checkpoint.families import family_of
+from octavo.engine.checkpoint.families import families, family_of
 from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.checkpoint.hf_config import read_spec
 from octavo.engine.errors import CheckpointError
+from octavo.engine.models.family import Family
 from octavo.kernels.reference import ReferenceOps
 
 LLAMA = {
@@ -104,11 +105,57 @@ def refused(path: Path, pattern: str) -> None:
             },
             "high_freq_factor must be above low_freq_factor",
         ),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
+        ({"hidden_act": "silu\n"}, r"hidden_act must be a string on one line, got 'silu\\n'"),
+        ({"hidden_size": [1] * 10**4}, r"hidden_size must be .*, got \[1, 1, .{,200}\.\.\.\.$"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 1e308}}, "2147483647 positions"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+            "rope_theta of 1.0 with yarn; it must exceed 1",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "longrope", "factor": 2.0},
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings must be more than 1",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1 for LlamaForCausalLM, got 0.5",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}},
+            r"rope_parameters must be one object for all layers, got \['full_attention'\]",
+        ),
     ],
 )
 def test_configs(changes: dict[str, Any], pattern: str) -> None:
     with pytest.raises(CheckpointError, match=rf"config\.json.*{pattern}"):
         read_spec(LLAMA | changes, "config.json")
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: type(family).__name__)
+def test_layers_are_counted_before_they_are_described(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes of config.json could ask for so many that the memory does not hold them."""
+
+    def never(*arguments: Any) -> NoReturn:
+        raise AssertionError("was described")
+
+    monkeypatch.setattr(type(family), "read_config", never)
+    config = LLAMA | {"architectures": list(family.architectures), "num_hidden_layers": 2**31 - 1}
+    with pytest.raises(CheckpointError, match="2147483647 layers"):
+        read_spec(config, "config.json")
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Mixtral", "Phi3", "Qwen3Moe", "Qwen2", "SmolLM3"])
+def test_a_window_of_nothing(name: str) -> None:
+    config = LLAMA | {"architectures": [f"{name}ForCausalLM"], "num_key_value_heads": 2}
+    changes = {"sliding_window": 0, "use_sliding_window": True}
+    with pytest.raises(CheckpointError, match="sliding_window must be a positive integer"):
+        read_spec(config | changes, "config.json")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"', "\ud800", "[" * 100_000])
