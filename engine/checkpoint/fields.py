@@ -124,5 +124,7 @@ def id_list(value: Any, where: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise CheckpointError(f"{where} must be a token id or a list of them, got {_shown(value)}.")
+            raise CheckpointError(
+                f"{where} must be a token id or a list of them, got {_shown(value)}."
+            )
     return tuple(ids)

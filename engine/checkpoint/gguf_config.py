@@ -73,7 +73,7 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
 def _norm_eps(fields: Fields) -> float:
     """Models with layer norms write it otherwise."""
     key = "attention.layer_norm_epsilon"
-    return fields.number(key if fields.get(key) else "attention.layer_norm_rms_epsilon")
+    return fields.number(key if fields.get(key) is not None else "attention.layer_norm_rms_epsilon")
 
 
 def _architecture(file: GGUFFile, fields: Fields) -> str:
@@ -84,7 +84,9 @@ def _architecture(file: GGUFFile, fields: Fields) -> str:
         if family.accepts_gguf(fields):
             return family.architectures[0]
     if named:
-        what = "mixtures of experts" if fields.get("expert_count") else "sliding windows"
+        what = (
+            "mixtures of experts" if fields.get("expert_count") is not None else "sliding windows"
+        )
         raise CheckpointError(f"{file.path}: {what} are not supported for {name}.")
     known = dict.fromkeys(f.gguf_architecture for f in families() if f.gguf_architecture)
     raise CheckpointError(

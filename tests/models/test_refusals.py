@@ -364,7 +364,14 @@ def test_a_short_gguf_file(gguf_path: Path, cut: int) -> None:
 def write_metadata(path: Path, **values: Any) -> None:
     writer = gguf.GGUFWriter(path, values.pop("architecture", "llama"))
     for key, value in values.items():
-        getattr(writer, f"add_{key}")(value)
+        add = getattr(writer, f"add_{key}")
+        if isinstance(value, list) and key != "head_count_kv":  # where the writer knows no list
+            add(0)
+            name = next(reversed(writer.kv_data[0]))
+            writer.kv_data[0].pop(name)
+            writer.add_array(name, value)
+        else:
+            add(value)
     writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -395,6 +402,9 @@ SIZES = {
         ({"rope_dimension_count": 8}, "rope.dimension_count must be the head's size 16"),
         ({"rope_scaling_type": gguf.RopeScalingType.LONGROPE}, "longrope without the tensor rope_"),
         ({"eos_token_id": 96}, "end id 96 is outside the vocabulary of 96"),
+        ({"block_count": 2**31 - 1, "architecture": "gemma2"}, "2147483647 layers"),
+        ({"layer_norm_eps": [1.0, 2.0]}, "layer_norm_epsilon must be a positive number"),
+        ({"sampling_top_k": [1, 2]}, r"general\.sampling: top_k must be"),
     ],
 )
 def test_gguf_metadata(tmp_path: Path, values: dict[str, Any], pattern: str) -> None:
