@@ -72,9 +72,9 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
     for name in names:
         if name in architectures():
             return str(name)
+    name = Fields({"architectures": names[0]}, where).text("architectures")
     raise CheckpointError(
-        f"{where}: architecture {names[0]} is not supported; octavo runs "
-        f"{', '.join(architectures())}."
+        f"{where}: architecture {name} is not supported; octavo runs {', '.join(architectures())}."
     )
 
 

@@ -16,6 +16,7 @@ UNGATED = ("gelu", "gelu_pytorch_tanh")
 DEFAULT_ROPE_THETA = 10000.0
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1024  # of a layer
+MAX_ALL_EXPERTS = 1 << 16  # of all layers: each has three tensors with names
 MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
 
 
@@ -146,6 +147,11 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     if spec.layers and len(spec.layers) != spec.num_layers:
         raise CheckpointError(
             f"{where}: {len(spec.layers)} layers are described, and the model has {spec.num_layers}."
+        )
+    experts = [layer.experts.num_experts for layer in spec.layers if layer.experts is not None]
+    if sum(experts) > MAX_ALL_EXPERTS:
+        raise CheckpointError(
+            f"{where}: {sum(experts)} experts in all layers; octavo goes up to {MAX_ALL_EXPERTS}."
         )
     for layer in (spec.layer(index) for index in range(spec.num_layers)):
         if layer.rope is not None:

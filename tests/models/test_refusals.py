@@ -62,6 +62,7 @@ def refused(path: Path, pattern: str) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*Mistral"),
         ({"architectures": None}, "names no architecture"),
+        ({"architectures": ["a\nb"]}, "architectures must be a string on one line"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer.*'64'"),
         ({"hidden_size": 1 << 40}, "hidden_size must be a positive integer below"),
@@ -147,6 +148,13 @@ def test_layers_are_counted_before_they_are_described(
     monkeypatch.setattr(type(family), "read_config", never)
     config = LLAMA | {"architectures": list(family.architectures), "num_hidden_layers": 2**31 - 1}
     with pytest.raises(CheckpointError, match="2147483647 layers"):
+        read_spec(config, "config.json")
+
+
+def test_experts_are_counted_before_they_are_named() -> None:
+    sizes = {"num_hidden_layers": 1024, "num_local_experts": 1024}
+    config = LLAMA | sizes | {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+    with pytest.raises(CheckpointError, match="1048576 experts in all layers"):
         read_spec(config, "config.json")
 
 
@@ -359,6 +367,11 @@ def test_damaged_gguf_headers(tmp_path: Path, content: bytes, pattern: str) -> N
 def test_a_short_gguf_file(gguf_path: Path, cut: int) -> None:
     gguf_path.write_bytes(gguf_path.read_bytes()[:-cut])
     refused(gguf_path, r"model\.gguf is too short: tensor .* ends at byte \d+, the file at \d+")
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    for name in ("a" * 300, "a\0b"):
+        refused(Path(name) / "b", "There is no model at a")
 
 
 def write_metadata(path: Path, **values: Any) -> None:
