@@ -46,6 +46,9 @@ def tensor_shapes(checkpoint: Checkpoint) -> Shapes:
 
 
 def _gguf_shapes(file: GGUFFile) -> Shapes:
+    for name in file.tensors:
+        if "[" in name:  # a name that stands for one matrix of several
+            raise CheckpointError(f"{file.path} is damaged: a tensor is called {name!r}.")
     return {
         part: shape
         for name, tensor in file.tensors.items()

@@ -25,6 +25,7 @@ from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.checkpoint.hf_config import read_spec
 from octavo.engine.errors import CheckpointError
 from octavo.engine.models.family import Family
+from octavo.engine.models.loader import open_weights
 from octavo.kernels.reference import ReferenceOps
 
 LLAMA = {
@@ -376,16 +377,17 @@ def test_a_name_that_no_file_can_have() -> None:
 
 def write_metadata(path: Path, **values: Any) -> None:
     writer = gguf.GGUFWriter(path, values.pop("architecture", "llama"))
+    name = values.pop("tensor", "token_embd.weight")
     for key, value in values.items():
         add = getattr(writer, f"add_{key}")
         if isinstance(value, list) and key != "head_count_kv":  # where the writer knows no list
             add(0)
-            name = next(reversed(writer.kv_data[0]))
-            writer.kv_data[0].pop(name)
-            writer.add_array(name, value)
+            full = next(reversed(writer.kv_data[0]))
+            writer.kv_data[0].pop(full)
+            writer.add_array(full, value)
         else:
             add(value)
-    writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
+    writer.add_tensor(name, np.zeros((96, 64), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -442,6 +444,14 @@ def test_missing_gguf_tensors_go_by_their_own_names(
     write_metadata(tmp_path / "model.gguf", **SIZES)
     with pytest.raises(CheckpointError, match=r"lacks the tensors blk\.0\.attn_q\.weight, .* more"):
         load(tmp_path / "model.gguf", ReferenceOps())
+
+
+def test_gguf_names_that_stand_for_one_matrix_of_several(tmp_path: Path) -> None:
+    """Such a tensor would be taken for a part of one that is not there."""
+    path = tmp_path / "model.gguf"
+    write_metadata(path, tensor="blk.0.ffn_up_exps[0].weight", **SIZES)
+    with pytest.raises(CheckpointError, match=r"a tensor is called 'blk\.0\.ffn_up_exps\[0\]"):
+        open_weights(open_checkpoint(path))
 
 
 def test_a_file_that_shrinks_after_it_was_opened(gguf_path: Path) -> None:
