@@ -140,16 +140,17 @@ def _scaling(file: GGUFFile, fields: Fields, rotary_dim: int) -> Scaling:
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise CheckpointError(f"{file.path}: {ROPE_FACTORS} beside {kind} rope scaling.")
-        return {"rope_type": "factors", "factors": _factors(file, ROPE_FACTORS, rotary_dim)}, 1.0
+        factors = _factors(file, ROPE_FACTORS, rotary_dim)
+        return {"rope_type": "factors", "factors": factors}, attention_factor
     if LONG_FACTORS in file.tensors:
         return _longrope(file, fields, rotary_dim), attention_factor
     if kind == "longrope":
         raise CheckpointError(f"{file.path}: longrope without the tensor {LONG_FACTORS}.")
     if kind == "none":
-        return None, 1.0
+        return None, attention_factor
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
     if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}, 1.0
+        return {"rope_type": "linear", "factor": factor}, attention_factor
     return _yarn(fields, factor), attention_factor * yarn_attention_factor(factor)
 
 

@@ -427,6 +427,19 @@ def test_gguf_metadata(tmp_path: Path, values: dict[str, Any], pattern: str) -> 
     refused(tmp_path / "model.gguf", pattern)
 
 
+@pytest.mark.parametrize("kind", ["none", "linear"])
+def test_the_attention_factor_of_a_gguf_file_counts_with_every_scaling(
+    tmp_path: Path, kind: str
+) -> None:
+    scaling = {
+        "rope_scaling_type": gguf.RopeScalingType(kind),
+        "rope_scaling_factor": 2.0,
+        "rope_scaling_attn_factors": 1.25,
+    }
+    write_metadata(tmp_path / "model.gguf", **SIZES, **scaling)
+    assert open_checkpoint(tmp_path / "model.gguf").spec.rope.attention_factor == 1.25
+
+
 def test_gguf_metadata_that_lacks_a_size(tmp_path: Path) -> None:
     sizes = {key: value for key, value in SIZES.items() if key != "context_length"}
     write_metadata(tmp_path / "model.gguf", **sizes)
