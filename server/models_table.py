@@ -44,6 +44,7 @@ def render(models: Sequence[LocalModel], *, as_json: bool) -> str:
 
 def _row(model: LocalModel) -> tuple[str, ...]:
     name = model.name if model.revision in (None, "main") else f"{model.name} ({model.revision})"
+    name = "".join(char if char.isprintable() else "?" for char in name)
     if model.problem is not None:
         return name, "-", size_text(model.size_bytes), "-", "-", f"no: {model.problem}"
     return (

@@ -66,9 +66,9 @@ def open_checkpoint(path: str | Path, model_impl: str = "auto") -> Checkpoint:
             message is one sentence that names the file and the key, tensor or architecture.
     """
     path = Path(os.path.expanduser(path))
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's, false of what is too long for a name
         return _open_folder(path, model_impl)
-    if path.is_file():
+    if os.path.isfile(path):
         return _open_gguf(path, model_impl)
     raise CheckpointError(
         f"There is no model at {path}: give a folder, a GGUF file or a repository of the Hub as ORG/NAME."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import CheckpointError
 
 MAX_SIZE = 2**31 - 1
+MAX_SHOWN = 200  # characters of a value in a message
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Fields:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.refuse(key, value, "a positive number")
-        if not 0 < value < math.inf:
+        if not 0 < value <= sys.float_info.max:
             self.refuse(key, value, "a positive number")
         return float(value)
 
@@ -86,18 +87,18 @@ class Fields:
         return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string.
+        """A string on one line.
 
         Raises:
             CheckpointError: absent without a default, or something else.
         """
         value = self._value(key, default)
-        if not isinstance(value, str):
-            self.refuse(key, value, "a string")
+        if not isinstance(value, str) or not value.isprintable():
+            self.refuse(key, value, "a string on one line")
         return str(value)
 
     def refuse(self, key: str, value: Any, expected: str) -> None:
-        raise CheckpointError(f"{self.where}: {key} must be {expected}, got {value!r}.")
+        raise CheckpointError(f"{self.where}: {key} must be {expected}, got {_shown(value)}.")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -106,6 +107,12 @@ class Fields:
         if default is None:
             raise CheckpointError(f"{self.where} lacks {key}.")
         return default
+
+
+def _shown(value: Any) -> str:
+    """A value on one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def id_list(value: Any, where: str) -> tuple[int, ...]:
@@ -117,5 +124,7 @@ def id_list(value: Any, where: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise CheckpointError(f"{where} must be a token id or a list of them, got {value!r}.")
+            raise CheckpointError(
+                f"{where} must be a token id or a list of them, got {_shown(value)}."
+            )
     return tuple(ids)

@@ -13,7 +13,7 @@ from .families import families, family_of
 from .fields import Fields
 from .gguf_file import QUANTIZED_TYPES, GGUFFile
 from .rope_config import ORIGINAL, Scaling, window_of, yarn_attention_factor
-from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_spec
+from .spec import DEFAULT_ROPE_THETA, ModelSpec, RopeSpec, check_counts, check_spec
 
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -31,7 +31,9 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     fields = _arch_fields(file)
     architecture = _architecture(file, fields)
     family = family_of(architecture)
-    spec = family.read_gguf(fields, _common_spec(architecture, file, fields))
+    common = _common_spec(architecture, file, fields)
+    check_counts(common, str(file.path))
+    spec = family.read_gguf(fields, common)
     if family.has_gguf_pairs and spec.rope.rotary_dim != spec.head_dim:
         size = f"the head's size {spec.head_dim}"
         fields.refuse("rope.dimension_count", spec.rope.rotary_dim, size)
@@ -71,7 +73,7 @@ def _common_spec(architecture: str, file: GGUFFile, fields: Fields) -> ModelSpec
 def _norm_eps(fields: Fields) -> float:
     """Models with layer norms write it otherwise."""
     key = "attention.layer_norm_epsilon"
-    return fields.number(key if fields.get(key) else "attention.layer_norm_rms_epsilon")
+    return fields.number(key if fields.get(key) is not None else "attention.layer_norm_rms_epsilon")
 
 
 def _architecture(file: GGUFFile, fields: Fields) -> str:
@@ -82,7 +84,9 @@ def _architecture(file: GGUFFile, fields: Fields) -> str:
         if family.accepts_gguf(fields):
             return family.architectures[0]
     if named:
-        what = "mixtures of experts" if fields.get("expert_count") else "sliding windows"
+        what = (
+            "mixtures of experts" if fields.get("expert_count") is not None else "sliding windows"
+        )
         raise CheckpointError(f"{file.path}: {what} are not supported for {name}.")
     known = dict.fromkeys(f.gguf_architecture for f in families() if f.gguf_architecture)
     raise CheckpointError(
@@ -136,16 +140,17 @@ def _scaling(file: GGUFFile, fields: Fields, rotary_dim: int) -> Scaling:
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise CheckpointError(f"{file.path}: {ROPE_FACTORS} beside {kind} rope scaling.")
-        return {"rope_type": "factors", "factors": _factors(file, ROPE_FACTORS, rotary_dim)}, 1.0
+        factors = _factors(file, ROPE_FACTORS, rotary_dim)
+        return {"rope_type": "factors", "factors": factors}, attention_factor
     if LONG_FACTORS in file.tensors:
         return _longrope(file, fields, rotary_dim), attention_factor
     if kind == "longrope":
         raise CheckpointError(f"{file.path}: longrope without the tensor {LONG_FACTORS}.")
     if kind == "none":
-        return None, 1.0
+        return None, attention_factor
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
     if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}, 1.0
+        return {"rope_type": "linear", "factor": factor}, attention_factor
     return _yarn(fields, factor), attention_factor * yarn_attention_factor(factor)
 
 

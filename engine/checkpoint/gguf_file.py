@@ -227,7 +227,7 @@ class _Header:
         if isinstance(value, int) and value > 0 and value % 8 == 0:
             return value
         raise CheckpointError(
-            f"{self._path} is damaged: general.alignment is {value}, not a multiple of 8."
+            f"{self._path} is damaged: general.alignment is {value!r}, not a multiple of 8."
         )
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:

@@ -78,5 +78,7 @@ def find_gguf_sampling(file: GGUFFile) -> dict[str, Any]:
 
 
 def _shortest(value: Any) -> Any:
-    """0.95, of what float32 makes of it."""
+    """0.95, of what float32 makes of it. Arrays become lists, which are refused by what they are for."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from .families import architectures, family_of
 from .fields import Fields
 from .rope_config import read_rope, window_of
-from .spec import ModelSpec, check_spec
+from .spec import ModelSpec, check_counts, check_spec
 from .transformers_config import is_decoder, read_transformers_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,8 +35,7 @@ def read_spec(config: Mapping[str, Any], where: str, model_impl: str = "auto") -
     fields = Fields({**defaults, **config}, where)
     _refuse_quantized(fields)
     if is_own and model_impl != "transformers":
-        family = family_of(architecture)
-        spec = family.read_config(fields, _common_spec(architecture, fields))
+        spec = _family_spec(architecture, fields, where)
     else:
         spec = read_transformers_spec(architecture, fields, _dtype(fields))
     check_spec(spec, where)
@@ -69,6 +68,17 @@ def _common_spec(architecture: str, fields: Fields) -> ModelSpec:
     )
 
 
+def _family_spec(architecture: str, fields: Fields, where: str) -> ModelSpec:
+    family, common = family_of(architecture), _common_spec(architecture, fields)
+    check_counts(common, where)
+    if not family.has_rope_by_kind:
+        _refuse_rope_by_kind(fields)
+    spec = family.read_config(fields, common)
+    if not family.has_partial_rotary:
+        _refuse_partial_rotary(fields, spec)
+    return spec
+
+
 def _architecture(config: Mapping[str, Any], where: str, model_impl: str) -> str:
     names = config.get("architectures")
     if not names or not isinstance(names, list):
@@ -76,11 +86,12 @@ def _architecture(config: Mapping[str, Any], where: str, model_impl: str) -> str
     for name in names:
         if name in architectures():
             return str(name)
-    if model_impl != "octavo" and is_decoder(names[0]):
-        return str(names[0])
+    name = Fields({"architectures": names[0]}, where).text("architectures")
+    if model_impl != "octavo" and is_decoder(name):
+        return name
     more = "" if model_impl == "octavo" else ", and other decoders (...ForCausalLM) by transformers"
     raise CheckpointError(
-        f"{where}: architecture {names[0]} is not supported; octavo runs "
+        f"{where}: architecture {name} is not supported; octavo runs "
         f"{', '.join(architectures())}{more}."
     )
 
@@ -94,12 +105,32 @@ def _refuse_quantized(fields: Fields) -> None:
         )
 
 
+def _refuse_rope_by_kind(fields: Fields) -> None:
+    """An object for each kind of layer, which would be taken for no parameters at all."""
+    given = fields.get("rope_parameters") or {}
+    if named := [kind for kind in LAYER_TYPES if kind in given]:
+        fields.refuse("rope_parameters", named, "one object for all layers")
+
+
+def _refuse_partial_rotary(fields: Fields, spec: ModelSpec) -> None:
+    """transformers rotates whole heads in most architectures, whatever the key says."""
+    for rope in (spec.layer(index).rope for index in range(spec.num_layers)):
+        if rope is not None and rope.rotary_dim != spec.head_dim:
+            share = rope.rotary_dim / spec.head_dim
+            fields.refuse("partial_rotary_factor", share, f"1 for {spec.architecture}")
+
+
 def _dtype(fields: Fields) -> str:
     key = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     name = fields.text(key, "float32").removeprefix("torch.")
     if name not in DTYPES:
         fields.refuse(key, name, f"one of {', '.join(DTYPES)}")
     return name
+
+
+def read_window(fields: Fields) -> int | None:
+    """``sliding_window``; ``None`` where it is null."""
+    return None if fields.get("sliding_window") is None else fields.size("sliding_window")
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:

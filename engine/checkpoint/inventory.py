@@ -6,6 +6,7 @@ Reads headers alone, never weights. Must not import torch; the Hub's library onl
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from ..errors import CheckpointError
 from .checkpoint import Checkpoint, open_checkpoint
 from .gguf_file import QUANTIZED_TYPES
 from .hub.files import gguf_models
-from .safetensors_files import tensor_sizes
 from .spec import ModelSpec, auto_dtype
+from .tensors import check_tensors, tensor_shapes
 
 KV_TOKENS = 1000
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,8 +69,8 @@ def list_models(
 
 
 def _local(path: Path) -> list[_Found]:
-    if not path.is_dir():
-        return [_Found(str(path), path, (path,) if path.is_file() else ())]
+    if not os.path.isdir(path):  # unlike Path's, false of what is too long for a name
+        return [_Found(str(path), path, (path,) if os.path.isfile(path) else ())]
     inside = [
         model
         for folder in (path, *sorted(p for p in path.glob("*") if p.is_dir()))
@@ -114,6 +115,8 @@ def _described(found: _Found, machine: Machine) -> LocalModel:
     size = sum(path.stat().st_size for path in found.files)
     try:
         checkpoint = open_checkpoint(found.path)
+        if checkpoint.spec.implementation == "octavo":
+            check_tensors(checkpoint, tensor_shapes(checkpoint))
         facts = _facts(checkpoint, machine)
     except CheckpointError as error:
         facts = {"problem": str(error)}
@@ -171,7 +174,6 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, ...], int
             is_block = tensor.type in QUANTIZED_TYPES and len(tensor.shape) > 1
             yield tensor.name, tensor.shape, tensor.num_bytes if is_block else None
         return
-    for path in sorted(set(checkpoint.tensor_files.values())):
-        for name, shape in tensor_sizes(path).items():
-            if not (is_tied and name in _HEADS):
-                yield name, shape, None
+    for name, shape in tensor_shapes(checkpoint).items():
+        if not (is_tied and name in _HEADS):
+            yield name, shape, None

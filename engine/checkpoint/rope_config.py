@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .fields import Fields
+from .fields import MAX_SIZE, Fields
 from .spec import DEFAULT_ROPE_THETA, RopeSpec
 
 ORIGINAL = "original_max_position_embeddings"
@@ -39,18 +39,13 @@ class _Source(NamedTuple):
         return self.rope.number("factor", ratio)
 
 
-def read_rope(fields: Fields, head_dim: int, kind: str | None = None) -> RopeSpec:
+def read_rope(fields: Fields, head_dim: int) -> RopeSpec:
     """From ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (4).
-
-    Args:
-        kind: the type of layer, where ``rope_parameters`` holds an object for each.
 
     Raises:
         CheckpointError: the type is not supported, or a value is missing or senseless.
     """
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if isinstance(given, dict) and kind is not None:
-        given = given.get(kind) or {}
     if not isinstance(given, dict):
         fields.refuse("rope_parameters", given, "an object")
     rope = Fields(given, f"{fields.where}: rope parameters")
@@ -81,7 +76,7 @@ def window_of(rope: RopeSpec, max_position_embeddings: int) -> int:
     scaling = rope.scaling
     if scaling is None or scaling["rope_type"] != "yarn":
         return max_position_embeddings
-    return max(max_position_embeddings, int(scaling["factor"] * scaling[ORIGINAL]))
+    return max(max_position_embeddings, int(min(scaling["factor"] * scaling[ORIGINAL], MAX_SIZE)))
 
 
 def _default(source: _Source) -> Scaling:
@@ -138,6 +133,8 @@ def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
 
 def _longrope(source: _Source) -> Scaling:
     rope, factor, original = source.rope, source.factor(), source.original_window()
+    if original == 1:
+        rope.refuse(ORIGINAL, original, "more than 1")
     scaling = {
         "rope_type": "longrope",
         "short_factor": _factors(rope, "short_factor", source.rotary_dim),

@@ -51,15 +51,16 @@ def tensor_names(path: Path) -> list[str]:
         raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
 
 
-def tensor_sizes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in one file, by name.
+def tensor_headers(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of the tensors in one file, by name.
 
     Raises:
         CheckpointError: the file is missing, damaged or short.
     """
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {n: (tuple(part.get_shape()), part.get_dtype()) for n, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
 

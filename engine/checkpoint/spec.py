@@ -16,6 +16,7 @@ UNGATED = ("gelu", "gelu_pytorch_tanh")
 DEFAULT_ROPE_THETA = 10000.0
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1024  # of a layer
+MAX_ALL_EXPERTS = 1 << 16  # of all layers: each has three tensors with names
 MAX_POSITIONS = 1 << 22  # a table of that many rows of cosines and sines is built
 
 
@@ -121,6 +122,19 @@ def auto_dtype(spec: ModelSpec, *, on_cpu: bool, has_bfloat16: bool) -> str:
     return spec.dtype
 
 
+def check_counts(spec: ModelSpec, where: str) -> None:
+    """Whether so many layers and positions may be described one by one.
+
+    Raises:
+        CheckpointError: they are too many.
+    """
+    if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
+            f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
+        )
+
+
 def check_spec(spec: ModelSpec, where: str) -> None:
     """Whether the numbers fit each other.
 
@@ -131,14 +145,14 @@ def check_spec(spec: ModelSpec, where: str) -> None:
         raise CheckpointError(
             f"{where}: {spec.num_q_heads} query heads cannot share {spec.num_kv_heads} key-value heads."
         )
-    if spec.num_layers > MAX_LAYERS or spec.max_position_embeddings > MAX_POSITIONS:
-        raise CheckpointError(
-            f"{where}: {spec.num_layers} layers and {spec.max_position_embeddings} positions; octavo "
-            f"goes up to {MAX_LAYERS} and {MAX_POSITIONS}."
-        )
     if spec.layers and len(spec.layers) != spec.num_layers:
         raise CheckpointError(
             f"{where}: {len(spec.layers)} layers are described, and the model has {spec.num_layers}."
+        )
+    experts = [layer.experts.num_experts for layer in spec.layers if layer.experts is not None]
+    if sum(experts) > MAX_ALL_EXPERTS:
+        raise CheckpointError(
+            f"{where}: {sum(experts)} experts in all layers; octavo goes up to {MAX_ALL_EXPERTS}."
         )
     for layer in (spec.layer(index) for index in range(spec.num_layers)):
         if layer.rope is not None:
@@ -171,3 +185,6 @@ def _check_rope(rope: RopeSpec, head_dim: int, where: str) -> None:
             f"{where}: {rope.rotary_dim} rotated numbers per head of {head_dim}; "
             "octavo needs an even count within the head."
         )
+    is_yarn = rope.scaling is not None and rope.scaling["rope_type"] == "yarn"
+    if is_yarn and rope.theta <= 1:
+        raise CheckpointError(f"{where}: a rope_theta of {rope.theta} with yarn; it must exceed 1.")

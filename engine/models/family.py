@@ -47,6 +47,12 @@ class Family:
     has_gguf_pairs: ClassVar[bool] = False
     """GGUF files hold the rows of q and k so that neighbours rotate together, as llama.cpp's Llama does."""
 
+    has_partial_rotary: ClassVar[bool] = False
+    """``partial_rotary_factor`` counts; in other families one that is not 1 is refused."""
+
+    has_rope_by_kind: ClassVar[bool] = False
+    """``rope_parameters`` may hold an object for each kind of layer; in other families that is refused."""
+
     # --- configuration -------------------------------------------------------------------------
     def read_config(self, config: Fields, spec: ModelSpec) -> ModelSpec:
         """``spec`` has what all families read alike from ``config.json``; add the rest.

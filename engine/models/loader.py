@@ -12,8 +12,9 @@ from ...kernels.ops import Ops
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.families import family_of
 from ..checkpoint.spec import ModelSpec
+from ..checkpoint.tensors import check_tensors, tensor_shapes
 from .model import Model
-from .weights import Weights, WeightSource, check_tensors
+from .weights import Weights, WeightSource
 from .weights_gguf import GGUFWeights
 from .weights_safetensors import SafetensorsWeights
 
@@ -59,7 +60,7 @@ def load_model(
 
     source = open_weights(checkpoint)
     try:
-        check_tensors(source, expected, lambda name: family.is_ignored(spec, name))
+        check_tensors(checkpoint, source.shapes)
         kept = ops.quantized_types if keep_quantized else frozenset()
         weights = Weights(source, dtype, device, on_read, kept)
         model = family.build(spec, weights, ops)
@@ -90,8 +91,8 @@ def open_weights(checkpoint: Checkpoint) -> WeightSource:
     Raises:
         CheckpointError: a file is damaged or holds a type that octavo does not read.
     """
-    spec = checkpoint.spec
+    spec, shapes = checkpoint.spec, tensor_shapes(checkpoint)
     family = family_of(spec.architecture)
     if checkpoint.gguf is not None:
-        return GGUFWeights(checkpoint.gguf, spec, family)
-    return SafetensorsWeights(checkpoint.path, checkpoint.tensor_files, spec, family)
+        return GGUFWeights(checkpoint.gguf, shapes, spec, family)
+    return SafetensorsWeights(checkpoint.path, checkpoint.tensor_files, shapes, spec, family)

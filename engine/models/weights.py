@@ -1,4 +1,4 @@
-"""Where a model gets its tensors from, and the check that they are all there.
+"""Where a model gets its tensors from.
 
 Tensors go by transformers' names ("model.layers.0.self_attn.q_proj.weight"); a source translates to
 its file's own. One tensor is in memory at a time beyond what the model keeps.
@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import QuantizedRows
-from ..errors import CheckpointError
-
-MAX_NAMED = 5  # tensors listed in one message
 
 
 class WeightSource(Protocol):
@@ -102,37 +99,3 @@ class Weights:
         if len(parts) == 1:
             return parts[0]
         return QuantizedRows(torch.cat([part.blocks for part in parts]), parts[0].type)
-
-
-def check_tensors(
-    source: WeightSource,
-    expected: Mapping[str, tuple[int, ...]],
-    is_ignored: Callable[[str], bool],
-) -> None:
-    """Compare what the files hold with what the model needs, before anything is read.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or of another shape; the message names them.
-    """
-    own = {source.own_name(name): shape for name, shape in expected.items()}
-    missing = [name for name in own if name not in source.shapes]
-    if missing:
-        raise CheckpointError(f"{source.path} lacks {listed(missing)}.")
-    unexpected = [name for name in source.shapes if name not in own and not is_ignored(name)]
-    if unexpected:
-        raise CheckpointError(
-            f"{source.path} holds {listed(sorted(unexpected))}, which the model has no place for."
-        )
-    for name, shape in own.items():
-        if source.shapes[name] != shape:
-            raise CheckpointError(
-                f"{source.path}: tensor {name} has shape {list(source.shapes[name])}, "
-                f"the model needs {list(shape)}."
-            )
-
-
-def listed(names: list[str]) -> str:
-    """Tensors in words, the first few by name."""
-    shown = ", ".join(names[:MAX_NAMED])
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"the tensor{'s' if len(names) > 1 else ''} {shown}{more}"

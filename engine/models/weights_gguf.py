@@ -1,22 +1,17 @@
-"""Weights of a GGUF file: names, order of rows and numbers made transformers'.
-
-A tensor of three dimensions, the experts' matrices in one, counts as so many matrices: that of expert 3 in
-``blk.0.ffn_up_exps.weight`` is ``blk.0.ffn_up_exps[3].weight``.
-"""
+"""Weights of a GGUF file: names, order of rows and numbers made transformers'."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...kernels.ops import QuantizedRows
-from ..checkpoint.gguf_config import ROPE_TENSORS
 from ..checkpoint.gguf_file import GGUFFile
-from ..checkpoint.spec import MAX_EXPERTS, ModelSpec
+from ..checkpoint.spec import ModelSpec
+from ..checkpoint.tensors import Shapes
 from .dequantize import AS_Q8_0, QUANTIZED_TYPES, dequantize, to_q8_0
 from .family import Family
 
@@ -26,14 +21,9 @@ _MATRIX = re.compile(r"(?P<module>.*)\[(?P<index>\d+)\](?P<kind>[^\[\]]*)")
 class GGUFWeights:
     """Implements :class:`~.weights.WeightSource` over one GGUF file."""
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, family: Family) -> None:
+    def __init__(self, file: GGUFFile, shapes: Shapes, spec: ModelSpec, family: Family) -> None:
         self.path = file.path
-        self.shapes = {
-            part: shape
-            for name, tensor in file.tensors.items()
-            if name not in ROPE_TENSORS
-            for part, shape in matrices(name, tensor.shape)
-        }
+        self.shapes = shapes
         self._file = file
         self._spec = spec
         self._family = family
@@ -90,15 +80,6 @@ class GGUFWeights:
 
     def close(self) -> None:
         """Tensors are mapped one by one, so nothing is held."""
-
-
-def matrices(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A tensor, or the matrices that it consists of, with their shapes."""
-    if len(shape) != 3 or shape[0] > MAX_EXPERTS:
-        yield name, shape
-        return
-    module, dot, kind = name.rpartition(".")
-    yield from ((f"{module}[{index}]{dot}{kind}", shape[1:]) for index in range(shape[0]))
 
 
 def _tensor_of(own_name: str) -> str:

@@ -56,11 +56,11 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     if len(vocab) != len(tokens):
         twice = next(t for token_id, t in enumerate(tokens) if vocab[t] != token_id)
         raise CheckpointError(f"{origin} is damaged: the token {twice!r} occurs twice.")
-    kind = _get(metadata, "model", origin)
+    kind = str(_get(metadata, "model", origin))
     with backend_errors(f"{origin}: the tokenizer"):
         if kind == "gpt2":
             rule = find_split_rule(metadata.get(_KEY + "pre"), origin)
-            tokenizer = _byte_level_bpe(vocab, _get(metadata, "merges", origin), rule)
+            tokenizer = _byte_level_bpe(vocab, _texts(metadata, "merges", origin), rule)
             adds_bos = rule.add_bos
         elif kind == "llama":
             tokenizer, adds_bos = _sentencepiece_bpe(vocab, types, metadata, origin), True
@@ -70,8 +70,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
             )
         strips = kind == "llama" and _is_phi3(metadata)
         _add_matched_tokens(tokenizer, tokens, types, strips)
-        begins = metadata.get(_KEY + "add_bos_token", adds_bos)
-        ends = metadata.get(_KEY + "add_eos_token", False)
+        begins = _flag(metadata, "add_bos_token", adds_bos, origin)
+        ends = _flag(metadata, "add_eos_token", False, origin)
         add_ends(
             tokenizer,
             special_token(metadata, "bos", origin) if begins else None,
@@ -82,19 +82,18 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
 
 def gguf_tokens(metadata: Mapping[str, Any], origin: str) -> list[str]:
     """The vocabulary in the order of its ids."""
-    tokens: list[str] = _get(metadata, "tokens", origin)
-    return tokens
+    return _texts(metadata, "tokens", origin)
 
 
 def special_token(metadata: Mapping[str, Any], name: str, origin: str) -> str | None:
     """Text of the ``bos``, ``eos`` or ``unknown`` token; ``None`` if the file names none."""
     tokens = gguf_tokens(metadata, origin)
-    token_id: int | None = metadata.get(f"{_KEY}{name}_token_id")
+    token_id = metadata.get(f"{_KEY}{name}_token_id")
     if token_id is None:
         return None
-    if not 0 <= token_id < len(tokens):
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
         raise CheckpointError(
-            f"{origin} is damaged: {_KEY}{name}_token_id is {token_id}, of {len(tokens)} tokens."
+            f"{origin} is damaged: {_KEY}{name}_token_id is {token_id!r}, of {len(tokens)} tokens."
         )
     return tokens[token_id]
 
@@ -105,13 +104,36 @@ def _get(metadata: Mapping[str, Any], name: str, origin: str) -> Any:
     return metadata[_KEY + name]
 
 
-def _token_types(metadata: Mapping[str, Any], num_tokens: int, origin: str) -> list[int]:
-    default = [TokenType.NORMAL] * num_tokens
-    types: list[int] = np.asarray(metadata.get(_KEY + "token_type", default)).tolist()
-    if len(types) != num_tokens:
+def _texts(metadata: Mapping[str, Any], name: str, origin: str) -> list[str]:
+    texts = _get(metadata, name, origin)
+    if not isinstance(texts, list):
+        raise CheckpointError(f"{origin} is damaged: {_KEY}{name} is no list of strings.")
+    return texts
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool, origin: str) -> bool:
+    value = metadata.get(_KEY + name, default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{origin} is damaged: {_KEY}{name} is neither true nor false.")
+    return value
+
+
+def _numbers(metadata: Mapping[str, Any], name: str, num_tokens: int, origin: str) -> NDArray[Any]:
+    """One number a token."""
+    numbers = np.asarray(_get(metadata, name, origin))
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf" or np.isnan(numbers).any():
+        raise CheckpointError(f"{origin} is damaged: {_KEY}{name} is no list of numbers.")
+    if len(numbers) != num_tokens:
         raise CheckpointError(
-            f"{origin} is damaged: {_KEY}token_type has {len(types)} entries for {num_tokens} tokens."
+            f"{origin} is damaged: {_KEY}{name} has {len(numbers)} entries for {num_tokens} tokens."
         )
+    return numbers
+
+
+def _token_types(metadata: Mapping[str, Any], num_tokens: int, origin: str) -> list[int]:
+    if _KEY + "token_type" not in metadata:
+        return [TokenType.NORMAL] * num_tokens
+    types: list[int] = _numbers(metadata, "token_type", num_tokens, origin).tolist()
     return types
 
 
@@ -135,12 +157,8 @@ def _split_merge(merge: str) -> tuple[str, str]:
 def _sentencepiece_bpe(
     vocab: dict[str, int], types: list[int], metadata: Mapping[str, Any], origin: str
 ) -> Tokenizer:
-    scores = np.asarray(_get(metadata, "scores", origin), np.float32)
-    if len(scores) != len(vocab):
-        raise CheckpointError(
-            f"{origin} is damaged: {_KEY}scores has {len(scores)} entries for {len(vocab)} tokens."
-        )
-    has_prefix = bool(metadata.get(_KEY + "add_space_prefix", True))
+    scores = _numbers(metadata, "scores", len(vocab), origin).astype(np.float32)
+    has_prefix = _flag(metadata, "add_space_prefix", True, origin)
     tokenizer = Tokenizer(
         models.BPE(
             vocab,

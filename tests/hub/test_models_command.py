@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from octavo.engine.api import LocalModel
 from octavo.engine.build import build_core
@@ -56,6 +57,20 @@ def test_a_folder_with_one_model(model_folder: Path, no_cache: str, weights: Any
     assert model.weight_bytes == 4 * (sum(w.size for w in weights.values()) + embedding)
     assert model.kv_bytes_per_1k_tokens == 1000 * 2 * NUM_LAYERS * NUM_HEADS * HEAD_DIM * 4
     assert (model.fits, model.max_tokens) == (True, 256)
+
+
+def test_a_model_that_transformers_would_compute(
+    model_folder: Path, no_cache: str, tmp_path: Path
+) -> None:
+    """Which tensors its class needs is not known here."""
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(
+        json.dumps(config | {"architectures": ["CohereForCausalLM"]})
+    )
+    model = only(list_models(CPU, [str(other)], cache_dir=no_cache))
+    assert (model.problem, model.architecture, model.fits) == (None, "CohereForCausalLM", True)
 
 
 def test_the_kv_memory_is_what_the_engine_takes(model_folder: Path, no_cache: str) -> None:
@@ -159,6 +174,33 @@ def test_quantised_matrices_stay_as_they_are_where_kernels_can(no_cache: str) ->
     assert widened.weight_bytes is not None
     assert kept.size_bytes < kept.weight_bytes < 2 * kept.size_bytes
     assert widened.weight_bytes > 2 * 134_000_000
+
+
+def test_wrecks_are_listed_with_what_is_wrong(
+    model_folder: Path, tmp_path: Path, no_cache: str, weights: Any
+) -> None:
+    """Also what only the headers of the weights tell: no folder is said to fit that serve would refuse."""
+    norm = "model.norm.weight"
+    wrecks = {
+        "lacks the tensor model.norm.weight": {n: w for n, w in weights.items() if n != norm},
+        "holds the tensor extra.weight, which": weights | {"extra.weight": weights[norm]},
+        "model.norm.weight has shape": weights | {norm: weights[norm][:3]},
+        "model.norm.weight has type I32": weights | {norm: weights[norm].astype("int32")},
+    }
+    for index, tensors in enumerate(wrecks.values()):
+        shutil.copytree(model_folder, tmp_path / "wrecks" / str(index))
+        save_file(tensors, tmp_path / "wrecks" / str(index) / "model.safetensors")
+    told = list_models(CPU, [tmp_path / "wrecks", "a" * 300], cache_dir=no_cache)
+    problems = [model.problem or "" for model in told]
+    assert len(problems) == len(wrecks) + 1
+    for problem, expected in zip(problems, (*wrecks, "There is no model at aaa"), strict=True):
+        assert expected in problem
+    assert render(told, as_json=False).count("no: ") == len(problems)
+
+
+def test_names_stay_on_their_line() -> None:
+    model = LocalModel("a\nb.gguf", "a\nb.gguf", None, 4, 10**9, problem="it is damaged.")
+    assert "a?b.gguf" in render([model], as_json=False)
 
 
 def test_nothing_at_all_says_what_to_do() -> None:

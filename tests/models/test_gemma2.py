@@ -83,6 +83,16 @@ def test_logits_of_a_gguf_file(
     check_family(theirs, path=tmp_path / "model.gguf").logits(ops)
 
 
+def test_a_gguf_file_without_caps_has_the_published_ones(
+    tmp_path: Path, tiny_of: Callable[..., Any], write_gguf: Callable[..., None]
+) -> None:
+    """The first files were written before the keys existed."""
+    path = tmp_path / "model.gguf"
+    write_gguf(make(tiny_of), path, arch="gemma2", is_permuted=False, sliding_window=6)
+    spec = open_checkpoint(path).spec
+    assert (spec.attention_soft_cap, spec.logits_soft_cap) == (50.0, 30.0)
+
+
 def edit(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

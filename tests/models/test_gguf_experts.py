@@ -12,9 +12,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
+from octavo.engine.checkpoint.tensors import matrices
 from octavo.engine.errors import CheckpointError
 from octavo.engine.models.loader import load_model
-from octavo.engine.models.weights_gguf import matrices
 from octavo.kernels.cpu_linear import WeightKind
 from octavo.kernels.ops import Ops
 from octavo.kernels.select import select_ops

@@ -125,6 +125,15 @@ def test_masks_that_old_files_hold_are_left_unread(
         load(folder, ops)
 
 
+def test_a_share_of_nothing_is_refused(
+    tiny_of: Callable[..., Any], save: Callable[..., Path]
+) -> None:
+    folder = save(make(tiny_of))
+    edit(folder, "rope_parameters", rotary_pct=0, rotary_emb_base=10000)
+    with pytest.raises(CheckpointError, match="rotary_pct must be a positive number"):
+        open_checkpoint(folder)
+
+
 def test_an_activation_that_is_not_computed_is_refused(
     tiny_of: Callable[..., Any], save: Callable[..., Path]
 ) -> None:

@@ -9,7 +9,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gguf
 import numpy as np
@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
-from octavo.engine.checkpoint.families import family_of
+from octavo.engine.checkpoint.families import families, family_of
 from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.checkpoint.hf_config import read_spec
 from octavo.engine.errors import CheckpointError
+from octavo.engine.models.family import Family
+from octavo.engine.models.loader import open_weights
 from octavo.kernels.reference import ReferenceOps
 
 LLAMA = {
@@ -61,6 +63,7 @@ def refused(path: Path, pattern: str) -> None:
     [
         ({"architectures": ["MambaModel"]}, "MambaModel is not supported.*Mistral"),
         ({"architectures": None}, "names no architecture"),
+        ({"architectures": ["a\nb"]}, "architectures must be a string on one line"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer.*'64'"),
         ({"hidden_size": 1 << 40}, "hidden_size must be a positive integer below"),
@@ -104,11 +107,64 @@ def refused(path: Path, pattern: str) -> None:
             },
             "high_freq_factor must be above low_freq_factor",
         ),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
+        ({"hidden_act": "silu\n"}, r"hidden_act must be a string on one line, got 'silu\\n'"),
+        ({"hidden_size": [1] * 10**4}, r"hidden_size must be .*, got \[1, 1, .{,200}\.\.\.\.$"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 1e308}}, "2147483647 positions"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+            "rope_theta of 1.0 with yarn; it must exceed 1",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "longrope", "factor": 2.0},
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings must be more than 1",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1 for LlamaForCausalLM, got 0.5",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}},
+            r"rope_parameters must be one object for all layers, got \['full_attention'\]",
+        ),
     ],
 )
 def test_configs(changes: dict[str, Any], pattern: str) -> None:
     with pytest.raises(CheckpointError, match=rf"config\.json.*{pattern}"):
         read_spec(LLAMA | changes, "config.json")
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: type(family).__name__)
+def test_layers_are_counted_before_they_are_described(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes of config.json could ask for so many that the memory does not hold them."""
+
+    def never(*arguments: Any) -> NoReturn:
+        raise AssertionError("was described")
+
+    monkeypatch.setattr(type(family), "read_config", never)
+    config = LLAMA | {"architectures": list(family.architectures), "num_hidden_layers": 2**31 - 1}
+    with pytest.raises(CheckpointError, match="2147483647 layers"):
+        read_spec(config, "config.json")
+
+
+def test_experts_are_counted_before_they_are_named() -> None:
+    sizes = {"num_hidden_layers": 1024, "num_local_experts": 1024}
+    config = LLAMA | sizes | {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+    with pytest.raises(CheckpointError, match="1048576 experts in all layers"):
+        read_spec(config, "config.json")
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Mixtral", "Phi3", "Qwen3Moe", "Qwen2", "SmolLM3"])
+def test_a_window_of_nothing(name: str) -> None:
+    config = LLAMA | {"architectures": [f"{name}ForCausalLM"], "num_key_value_heads": 2}
+    changes = {"sliding_window": 0, "use_sliding_window": True}
+    with pytest.raises(CheckpointError, match="sliding_window must be a positive integer"):
+        read_spec(config | changes, "config.json")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"', "\ud800", "[" * 100_000])
@@ -314,11 +370,24 @@ def test_a_short_gguf_file(gguf_path: Path, cut: int) -> None:
     refused(gguf_path, r"model\.gguf is too short: tensor .* ends at byte \d+, the file at \d+")
 
 
+def test_a_name_that_no_file_can_have() -> None:
+    for name in ("a" * 300, "a\0b"):
+        refused(Path(name) / "b", "There is no model at a")
+
+
 def write_metadata(path: Path, **values: Any) -> None:
     writer = gguf.GGUFWriter(path, values.pop("architecture", "llama"))
+    name = values.pop("tensor", "token_embd.weight")
     for key, value in values.items():
-        getattr(writer, f"add_{key}")(value)
-    writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
+        add = getattr(writer, f"add_{key}")
+        if isinstance(value, list) and key != "head_count_kv":  # where the writer knows no list
+            add(0)
+            full = next(reversed(writer.kv_data[0]))
+            writer.kv_data[0].pop(full)
+            writer.add_array(full, value)
+        else:
+            add(value)
+    writer.add_tensor(name, np.zeros((96, 64), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -348,11 +417,27 @@ SIZES = {
         ({"rope_dimension_count": 8}, "rope.dimension_count must be the head's size 16"),
         ({"rope_scaling_type": gguf.RopeScalingType.LONGROPE}, "longrope without the tensor rope_"),
         ({"eos_token_id": 96}, "end id 96 is outside the vocabulary of 96"),
+        ({"block_count": 2**31 - 1, "architecture": "gemma2"}, "2147483647 layers"),
+        ({"layer_norm_eps": [1.0, 2.0]}, "layer_norm_epsilon must be a positive number"),
+        ({"sampling_top_k": [1, 2]}, r"general\.sampling: top_k must be"),
     ],
 )
 def test_gguf_metadata(tmp_path: Path, values: dict[str, Any], pattern: str) -> None:
     write_metadata(tmp_path / "model.gguf", **(SIZES | values))
     refused(tmp_path / "model.gguf", pattern)
+
+
+@pytest.mark.parametrize("kind", ["none", "linear"])
+def test_the_attention_factor_of_a_gguf_file_counts_with_every_scaling(
+    tmp_path: Path, kind: str
+) -> None:
+    scaling = {
+        "rope_scaling_type": gguf.RopeScalingType(kind),
+        "rope_scaling_factor": 2.0,
+        "rope_scaling_attn_factors": 1.25,
+    }
+    write_metadata(tmp_path / "model.gguf", **SIZES, **scaling)
+    assert open_checkpoint(tmp_path / "model.gguf").spec.rope.attention_factor == 1.25
 
 
 def test_gguf_metadata_that_lacks_a_size(tmp_path: Path) -> None:
@@ -372,6 +457,14 @@ def test_missing_gguf_tensors_go_by_their_own_names(
     write_metadata(tmp_path / "model.gguf", **SIZES)
     with pytest.raises(CheckpointError, match=r"lacks the tensors blk\.0\.attn_q\.weight, .* more"):
         load(tmp_path / "model.gguf", ReferenceOps())
+
+
+def test_gguf_names_that_stand_for_one_matrix_of_several(tmp_path: Path) -> None:
+    """Such a tensor would be taken for a part of one that is not there."""
+    path = tmp_path / "model.gguf"
+    write_metadata(path, tensor="blk.0.ffn_up_exps[0].weight", **SIZES)
+    with pytest.raises(CheckpointError, match=r"a tensor is called 'blk\.0\.ffn_up_exps\[0\]"):
+        open_weights(open_checkpoint(path))
 
 
 def test_a_file_that_shrinks_after_it_was_opened(gguf_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -364,6 +365,13 @@ def test_the_beginning_token(
         ({"bos_token_id": 10**6, "add_bos_token": True}, "bos_token_id is 1000000"),
         ({"model": "llama"}, "no tokenizer.ggml.scores"),
         ({"model": "llama", "scores": [0.0]}, "scores has 1 entries"),
+        ({"model": "llama", "scores": [math.nan] * 300}, "scores is no list of numbers"),
+        ({"model": "llama", "scores": "0"}, "scores is no list of numbers"),
+        ({"token_type": 1}, "token_type is no list of numbers"),
+        ({"merges": 1}, "merges is no list of strings"),
+        ({"tokens": "abc"}, "tokens is no list of strings"),
+        ({"add_bos_token": "no"}, "add_bos_token is neither true nor false"),
+        ({"bos_token_id": "a", "add_bos_token": True}, "bos_token_id is 'a'"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(

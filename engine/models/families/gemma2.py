@@ -43,6 +43,9 @@ class Gemma2(Family):
     num_layers_of_27b: ClassVar[int] = 46
     """By which GGUF files tell the one size whose heads are scaled otherwise."""
 
+    gguf_caps: ClassVar[tuple[float | None, float | None]] = (50.0, 30.0)
+    """Of scores and logits where a GGUF file names none: the first ones did not, and llama.cpp caps them so."""
+
     def complete(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, norms="both", embedding_scale=spec.hidden_size**0.5)
 
@@ -83,14 +86,15 @@ class Gemma2(Family):
         is_windowed = _is_windowed(spec, pattern)
         window = metadata.size("attention.sliding_window") if any(is_windowed) else None
         is_27b = spec.num_layers == self.num_layers_of_27b
+        score_cap, logit_cap = self.gguf_caps
         scaled = spec.hidden_size // spec.num_q_heads if is_27b else spec.head_dim
         spec = replace(
             spec,
             layers=_layers(spec.rope, self.local_rope_gguf(metadata, spec), window, is_windowed),
             hidden_act="gelu_pytorch_tanh",
             attention_scale=scaled**-0.5,
-            attention_soft_cap=_number_or_none(metadata, "attn_logit_softcapping"),
-            logits_soft_cap=_number_or_none(metadata, "final_logit_softcapping"),
+            attention_soft_cap=_number_or_none(metadata, "attn_logit_softcapping", score_cap),
+            logits_soft_cap=_number_or_none(metadata, "final_logit_softcapping", logit_cap),
         )
         return self.complete(spec)
 
@@ -115,8 +119,8 @@ def _layers(
     return tuple(LayerSpec(local, window) if w else LayerSpec(rope, None) for w in is_windowed)
 
 
-def _number_or_none(fields: Fields, key: str) -> float | None:
-    return None if fields.get(key) is None else fields.number(key)
+def _number_or_none(fields: Fields, key: str, default: float | None = None) -> float | None:
+    return default if fields.get(key) is None else fields.number(key)
 
 
 FAMILIES = (Gemma2(),)

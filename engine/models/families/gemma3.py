@@ -23,6 +23,8 @@ class Gemma3(Gemma2):
     gguf_architecture = "gemma3"
     pattern = 6
     num_layers_of_27b = 62
+    has_rope_by_kind = True
+    gguf_caps = (None, None)
 
     def complete(self, spec: ModelSpec) -> ModelSpec:
         return replace(super().complete(spec), qk_norm="head")

@@ -45,6 +45,7 @@ class GPTNeoX(Family):
         "mlp.down_proj": LAYER + "mlp.dense_4h_to_h",
     }
     gguf_architecture = "gptneox"
+    has_partial_rotary = True
 
     def complete(self, spec: ModelSpec) -> ModelSpec:
         return replace(
@@ -59,7 +60,7 @@ class GPTNeoX(Family):
     def read_config(self, config: Fields, spec: ModelSpec) -> ModelSpec:
         values = {
             "rope_theta": config.get("rotary_emb_base"),
-            "partial_rotary_factor": config.get("rotary_pct") or 0.25,
+            "partial_rotary_factor": config.number("rotary_pct", 0.25),
             **{key: value for key, value in config.values.items() if value is not None},
         }
         has_bias = config.flag("attention_bias")

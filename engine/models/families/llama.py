@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...checkpoint.fields import Fields
+from ...checkpoint.hf_config import read_window
 from ...checkpoint.spec import ModelSpec
 from ..family import Family
 
@@ -47,8 +48,7 @@ class Mistral(Family):
 
     def read_config(self, config: Fields, spec: ModelSpec) -> ModelSpec:
         """A window of null turns it off."""
-        has_window = config.get("sliding_window") is not None
-        return replace(spec, sliding_window=config.size("sliding_window") if has_window else None)
+        return replace(spec, sliding_window=read_window(config))
 
 
 FAMILIES = (Llama(), Mistral())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ...checkpoint.experts import read_gguf_experts, with_experts
 from ...checkpoint.fields import Fields
+from ...checkpoint.hf_config import read_window
 from ...checkpoint.spec import ExpertSpec, ModelSpec
 from ..family import Family
 
@@ -39,8 +40,7 @@ class Mixtral(Family):
             intermediate_size=spec.intermediate_size,
             renormalise=True,
         )
-        window = config.size_or_none("sliding_window")
-        return with_experts(replace(spec, sliding_window=window), experts)
+        return with_experts(replace(spec, sliding_window=read_window(config)), experts)
 
     def accepts_gguf(self, metadata: Fields) -> bool:
         return metadata.size_or_none("expert_count") is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...checkpoint.fields import Fields
+from ...checkpoint.hf_config import read_window
 from ...checkpoint.spec import ModelSpec
 from ..family import Family
 
@@ -20,14 +21,13 @@ class Phi3(Family):
         "rms_norm_eps": 1e-5,
     }
     gguf_architecture = "phi3"
+    has_partial_rotary = True
 
     def complete(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, has_fused_tensors=True)
 
     def read_config(self, config: Fields, spec: ModelSpec) -> ModelSpec:
-        has_window = config.get("sliding_window") is not None
-        window = config.size("sliding_window") if has_window else None
-        return self.complete(replace(spec, sliding_window=window))
+        return self.complete(replace(spec, sliding_window=read_window(config)))
 
     def read_gguf(self, metadata: Fields, spec: ModelSpec) -> ModelSpec:
         window = metadata.size_or_none("attention.sliding_window")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ...checkpoint.experts import read_gguf_experts, with_experts
 from ...checkpoint.fields import Fields
+from ...checkpoint.hf_config import read_window
 from ...checkpoint.spec import ExpertSpec, ModelSpec
 from ..family import Family
 
@@ -41,7 +42,7 @@ class Qwen3Moe(Family):
             spec,
             attention_bias=has_bias,
             attention_out_bias=has_bias,
-            sliding_window=config.size_or_none("sliding_window") if has_window else None,
+            sliding_window=read_window(config) if has_window else None,
         )
         return self.complete(with_experts(spec, experts, _dense_layers(config, spec.num_layers)))
 

@@ -25,8 +25,8 @@ from ....kernels.ops import Ops
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.fields import read_json
 from ...checkpoint.spec import ModelSpec
+from ...checkpoint.tensors import listed
 from ...errors import CheckpointError
-from ..weights import listed
 from .attention import NAME, PagedAttention
 from .check import check_model, own_logits, spec_of
 from .layers import GivenHidden, PackedHead, pack
