@@ -200,7 +200,8 @@ A Hugging Face folder whose architecture is not in the table runs through the cl
 has for it (`pip install 'octavo[transformers]'`), with octavo's paged attention as its attention function: batched,
 paged, in chunks and with prefix hits like the others, float32 logits included. `--model-impl transformers` runs a
 model of the table so too, `--model-impl octavo` refuses what is not in it. Linear layers, embeddings and the head are
-computed by octavo's kernels, the rest by the class; code that comes with a model is never run.
+computed by octavo's kernels, the rest by the class (with routed experts, bits may depend on what is computed beside);
+code that comes with a model is never run.
 
 When such a model is loaded, its layers are asked what attention they want, and two short sequences must have, in
 pieces and beside each other, the logits that the class gives each alone with its own attention. What cannot run so

@@ -150,8 +150,14 @@ class FamilyCheck:
         self.hit = self.long[: self.shared] + other[: length // 2]
         self.short = other[:shortest]
 
-    def logits(self, ops: Ops, max_model_len: int | None = None) -> None:
-        """Prefill in one piece and in pieces, decode, batches of all kinds of rows, a prefix hit."""
+    def logits(
+        self, ops: Ops, max_model_len: int | None = None, *, has_foreign_products: bool = False
+    ) -> None:
+        """Prefill in one piece and in pieces, decode, batches of all kinds of rows, a prefix hit.
+
+        Args:
+            has_foreign_products: matrices are multiplied by PyTorch, whose bits depend on the rows beside.
+        """
         ours = load_model(
             open_checkpoint(self.folder, self.model_impl),
             ops,
@@ -165,7 +171,8 @@ class FamilyCheck:
         for chunks in ([1], [3], [7], [30, 1, 1, 3]):
             pieces = self._in_pieces(ours, ops, chunks)
             _assert_close(pieces, expected)
-            assert ops.name != "cpu" or torch.equal(pieces, whole)
+            if ops.name == "cpu" and not has_foreign_products:
+                assert torch.equal(pieces, whole)
         self._batches(ours, ops)
 
     def _blocks(self, size: int) -> int:
