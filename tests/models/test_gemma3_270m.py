@@ -90,7 +90,7 @@ def test_greedy_tokens_of_ten_prompts(path: Path, theirs: Any) -> None:
         attention_backend="cpu",
         max_model_len=1024,
         max_num_batched_tokens=128,
-        num_gpu_blocks_override=256,
+        num_gpu_blocks_override=512,
     )
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     try:
