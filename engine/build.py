@@ -23,6 +23,7 @@ from .checkpoint.spec import auto_dtype
 from .config import (
     DEFAULT_SUPERVISION,
     EngineConfig,
+    SchedulerConfig,
     StepLimits,
     Supervision,
     check_preemption,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from ..kernels.ops import Ops
     from .models.model import Model
+    from .scheduling.limits import SchedulerLimits
     from .service.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -186,7 +188,6 @@ def build_core(
     from .execution.runner import ModelRunner
     from .memory.kv_cache_manager import KVCacheManager
     from .models.loader import load_model
-    from .scheduling.limits import SchedulerLimits
     from .scheduling.scheduler import Scheduler
 
     place = _place(config, checkpoint)
@@ -235,16 +236,7 @@ def build_core(
         max_step_tokens=limits.max_num_batched_tokens,
     )
     scheduler = Scheduler(
-        SchedulerLimits(
-            limits.max_num_batched_tokens,
-            limits.max_num_seqs,
-            pool.max_model_len,
-            config.scheduler.watermark,
-            config.scheduler.preemption_mode,
-            limits.max_mixed_prefill_tokens,
-            config.scheduler.scheduling_policy,
-            config.scheduler.priority_aging,
-        ),
+        _scheduler_limits(config.scheduler, limits, pool.max_model_len),
         memory,
         checkpoint.eos_token_ids,
         rates=rates,
@@ -255,6 +247,23 @@ def build_core(
     _log_place(config, checkpoint, place, ops)
     load_s = time.monotonic() - begin
     return core, _info(config, checkpoint, place, pool, ops.name, model.num_parameters, load_s)
+
+
+def _scheduler_limits(
+    config: SchedulerConfig, limits: StepLimits, max_model_len: int
+) -> SchedulerLimits:
+    from .scheduling.limits import SchedulerLimits
+
+    return SchedulerLimits(
+        limits.max_num_batched_tokens,
+        limits.max_num_seqs,
+        max_model_len,
+        config.watermark,
+        config.preemption_mode,
+        limits.max_mixed_prefill_tokens,
+        config.scheduling_policy,
+        config.priority_aging,
+    )
 
 
 def _select_ops(config: EngineConfig, device: torch.device) -> Ops:
