@@ -28,6 +28,7 @@ from comparison.figures import FIGURES, make_rows
 from serve import embedded_corpus
 
 RESULTS = Path(__file__).resolve().parent / "results"
+EMBEDDED_PAIRS = [name for name in PAIRS if "gemma" not in name]
 
 
 def grouped(names: Sequence[str]) -> list[list[str]]:
@@ -106,7 +107,7 @@ def _report(run: dict[str, Any], output: Path) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     today = datetime.now(UTC).date().isoformat()
-    parser.add_argument("--pairs", type=_names_of(PAIRS), default=list(PAIRS))
+    parser.add_argument("--pairs", type=_names_of(PAIRS), default=EMBEDDED_PAIRS)
     parser.add_argument("--work", type=_names_of(FIGURES), default=list(FIGURES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS / f"compare-{today}.json")

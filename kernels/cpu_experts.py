@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .cpu_linear import PackedWeight
+from .huge_pages import empty_bytes
 
 _ALIGNMENT = 64  # of each weight
 
@@ -44,7 +45,7 @@ def stack_packed(weights: Iterable[PackedWeight], num_experts: int) -> PackedWei
 
 def _room_for(weight: PackedWeight, num_experts: int) -> Tensor:
     size = -(-weight.data.shape[0] // _ALIGNMENT) * _ALIGNMENT
-    return torch.empty((num_experts, size), dtype=torch.uint8)
+    return empty_bytes(num_experts * size).view(num_experts, size)
 
 
 def _description(weight: PackedWeight) -> tuple[object, ...]:

@@ -210,7 +210,8 @@ int64_t number_at(int64_t kind, bool is_tiled, int64_t n, int64_t k) {
   const int64_t half = n / kLanes, column = n % kLanes;
   if (is_tiled) {
     const int64_t vector = k / 2 * 2 + column / 8, lane = column % 8 * 2 + k % 2;
-    if (kind == kWeightQ8_0) return half * kGroup * kLanes + vector * kLanes + lane;
+    if (kind == kWeightQ8_0)
+      return half * kGroup * kLanes + (vector / 4 * kLanes + lane) * 4 + vector % 4;
     return half * kGroup * kLanes + (vector / 8 * kLanes + lane) * 8 + vector % 8;
   }
   if (kind == kWeightQ8_0) return k / 4 * 4 * kPanel + n * 4 + k % 4;
@@ -223,7 +224,7 @@ void pack_groups(const Source& source, int64_t kind, bool is_tiled, const Weight
   const int64_t number_bytes = kind == kWeightQ8_0 ? kGroup : kGroup / 2;
   const int64_t num_factors = kind == kWeightQ4_1 ? 2 : 1;
   const int64_t block_bytes = num_factors * 2 + number_bytes;
-  const uint8_t shift = kind == kWeightQ8_0 && !is_tiled ? 128 : 0;  // q + 128 is a flip of the top bit
+  constexpr uint8_t kTopBit = 128;  // flipped, it is q + 128
   int32_t at[kPanel * kGroup];
   for (int64_t i = 0; i < kPanel * kGroup; i++) {
     at[i] = int32_t(number_at(kind, is_tiled, i / kGroup, i % kGroup));
@@ -237,7 +238,7 @@ void pack_groups(const Source& source, int64_t kind, bool is_tiled, const Weight
       const int32_t* to = at + n * kGroup;
       for (int64_t k = 0; k < kGroup; k++) {
         if (kind == kWeightQ8_0)
-          packed[to[k]] = char(numbers[k] ^ shift);
+          packed[to[k]] = char(numbers[k] ^ kTopBit);
         else
           packed[to[k] / 2] |= char((numbers[k % 16] >> k / 16 * 4 & 15) << to[k] % 2 * 4);
       }

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .huge_pages import empty_bytes
+
 _GROUP = 32  # weights that share a scale
 
 
@@ -99,7 +101,7 @@ def _pack(
         row_kind = RowKind(library.octavo_row_kind(c_int64(kind)))
     out_features = source.shape[0]
     size = library.octavo_packed_size(c_int64(kind), c_int64(out_features), c_int64(in_features))
-    data = torch.empty(size, dtype=torch.uint8)  # torch aligns to 64 bytes
+    data = empty_bytes(size)
     library.octavo_pack_weight(
         c_int64(kind),
         c_int64(row_kind),

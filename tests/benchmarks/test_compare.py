@@ -324,7 +324,8 @@ def test_wrong_arguments_are_named(
 def test_octavo_is_given_the_same_options_over_both_transports(
     compare: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "q8_0.gguf").touch()
+    for name in part("engines").OWN_FILES.values():
+        (tmp_path / name).touch()
     for form in part("engines").OCTAVO_FORMS:
         keywords = json.loads(part("engines").octavo(form, "in-process", tmp_path).command[-1])
         assert EngineConfig.from_options(keywords).cache.kv_cache_memory_bytes == 2**30
@@ -332,6 +333,14 @@ def test_octavo_is_given_the_same_options_over_both_transports(
         for name, value in keywords.items():
             said = "1GiB" if name == "kv_cache_memory_bytes" else value
             assert f"--{name.replace('_', '-')}={said}" in flags
+
+
+def test_gemma_is_compared_only_when_asked_for(compare: Any, tmp_path: Path) -> None:
+    assert not [name for name in compare.parse([]).pairs if "gemma" in name]
+    assert compare.parse(["--pairs", "llama-gemma"]).pairs == ["llama-gemma"]
+    (tmp_path / "gemma.gguf").touch()
+    keywords = json.loads(part("engines").octavo("gemma", "in-process", tmp_path).command[-1])
+    assert keywords["model"] == str(tmp_path / "gemma.gguf")
 
 
 def test_every_peer_gets_every_core(compare: Any, tmp_path: Path) -> None:
