@@ -10,10 +10,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from octavo.server.turns import PER_TURN, Turns
+from octavo.server.turns import PER_TURN, TurnMiddleware, Turns
 from tests.server.conftest import listening
 
 if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
     from tests.server.conftest import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -55,6 +57,61 @@ async def test_a_turn_that_nobody_wants_any_more_is_passed_over() -> None:
     waiting[1].cancel()
     async with asyncio.timeout(5):
         await waiting[2]
+
+
+@pytest.mark.parametrize("is_body_late", [False, True])
+async def test_requests_begin_and_go_on_one_in_a_turn(is_body_late: bool) -> None:
+    loop, num_requests = asyncio.get_running_loop(), 5 * PER_TURN
+    tick, begun, read = 0, list[int](), list[int]()
+    bodies = asyncio.Event()
+
+    def count() -> None:
+        nonlocal tick
+        tick += 1
+        if len(read) < num_requests:
+            loop.call_soon(count)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(tick)
+        if len(begun) == num_requests:
+            bodies.set()
+        await receive()
+        read.append(tick)
+
+    async def receive() -> Message:
+        if is_body_late:
+            await bodies.wait()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        raise NotImplementedError
+
+    count()
+    middleware = TurnMiddleware(app)
+    scope: Scope = {"type": "http", "method": "POST"}
+    requests = [asyncio.create_task(middleware(scope, receive, send)) for _ in range(num_requests)]
+    await asyncio.gather(*requests)
+    assert max(Counter(begun).values()) == PER_TURN
+    assert max(Counter(read).values()) <= (PER_TURN + 1 if is_body_late else PER_TURN)
+    if not is_body_late:
+        assert read == begun  # nothing waits twice
+
+
+async def test_a_request_without_a_body_waits_for_nobody() -> None:
+    begun = list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["method"])
+
+    async def nothing(*_: object) -> Message:
+        raise NotImplementedError
+
+    middleware = TurnMiddleware(app)
+    methods = ["POST"] * 3 * PER_TURN + ["GET"]
+    crowd = [middleware({"type": "http", "method": method}, nothing, nothing) for method in methods]
+    await asyncio.gather(*crowd)
+    assert begun.index("GET") <= PER_TURN
+    assert len(begun) == len(methods)
 
 
 async def test_a_probe_does_not_wait_for_a_crowd_to_be_admitted(engine: FakeEngine) -> None:
