@@ -12,6 +12,7 @@
 //              VPDPBUSD; VPMADDUBSW, VPMADDWD; plain integers               int8 in groups of 32
 //
 // These add in different orders; which of them runs is fixed for the life of the process.
+#include "cpu_likeliest.h"
 #include "cpu_linear_amx.h"
 #include "cpu_linear_dense.h"
 #include "cpu_linear_grouped.h"
@@ -84,38 +85,51 @@ Group group_at(const LinearArgs& a, int64_t index) {
   return {a.group_starts[index], a.group_starts[index + 1], weight + index * a.weight_stride};
 }
 
-// One tile, with what a kernel does not do: the bias, and columns past the last.
+// What this thread has seen of each row's logits, or null.
+Likeliest* likeliest_of(const LinearArgs& a, const Team& team) {
+  return a.likeliest ? static_cast<Likeliest*>(a.likeliest) + team.rank * a.capacity : nullptr;
+}
+
+// Looks at a tile's logits, `columns` of them in each row of kPanel.
+void note_likeliest(Likeliest* rows, int64_t count, const float* logits, int64_t column, int64_t columns) {
+  const vint ids = ascending(column);
+  for (int64_t r = 0; r < count; r++, logits += kPanel) {
+    rows[r].add(load_left(logits, columns), ids);
+    rows[r].add(load_left(logits + kLanes, columns - kLanes), ids + kLanes);
+  }
+}
+
+// One tile, with what a kernel does not do: the bias, columns past the last, and to keep the likeliest alone.
 template <typename Kernel>
-void write_tile(const LinearArgs& a, Kernel& kernel, int64_t row, int64_t count,
-                const char* weight, int64_t column) {
+void write_tile(const LinearArgs& a, Kernel& kernel, Likeliest* likeliest, int64_t row,
+                int64_t count, const char* weight, int64_t column) {
   float* out = a.out + row * a.out_stride + column;
   const int64_t columns = std::min(kPanel, a.out_features - column);
-  if (columns == kPanel && a.bias == nullptr) {
+  if (columns == kPanel && a.bias == nullptr && likeliest == nullptr) {
     kernel.run(row, count, weight, out, a.out_stride);
     return;
   }
   alignas(64) float buffer[kMaxRows * kPanel];
   kernel.run(row, count, weight, buffer, kPanel);
+  for (int64_t r = 0; a.bias && r < count; r++) {
+    for (int64_t n = 0; n < columns; n++) buffer[r * kPanel + n] += a.bias[column + n];
+  }
+  if (likeliest) return note_likeliest(likeliest + row, count, buffer, column, columns);
   for (int64_t r = 0; r < count; r++) {
-    const float* from = buffer + r * kPanel;
-    float* to = out + r * a.out_stride;
-    if (a.bias == nullptr)
-      std::copy(from, from + columns, to);
-    else
-      for (int64_t n = 0; n < columns; n++) to[n] = from[n] + a.bias[column + n];
+    std::copy(buffer + r * kPanel, buffer + r * kPanel + columns, out + r * a.out_stride);
   }
 }
 
 // Unit `unit` of a group's plan.
 template <typename Kernel>
-void multiply_unit(const LinearArgs& a, Kernel& kernel, const WeightLayout& layout,
-                   const Group& group, const Plan& plan, int64_t unit) {
+void multiply_unit(const LinearArgs& a, Kernel& kernel, Likeliest* likeliest,
+                   const WeightLayout& layout, const Group& group, const Plan& plan, int64_t unit) {
   const int64_t begin = group.begin + unit / plan.runs * plan.block;
   const int64_t end = std::min(begin + plan.block, group.end);
   const int64_t first = unit % plan.runs * plan.run;
   const int64_t last = std::min(first + plan.run, plan.panels);
   const auto write = [&](int64_t row, int64_t panel) {
-    write_tile(a, kernel, row, std::min(plan.tile, end - row),
+    write_tile(a, kernel, likeliest, row, std::min(plan.tile, end - row),
                group.weight + panel * layout.panel_bytes, panel * kPanel);
   };
   const auto prepare = [&](int64_t row) {
@@ -141,6 +155,8 @@ void product(const LinearArgs& a, const Team& team) {
   if (*a.num_tokens == 0 || a.out_features == 0) return;
   const WeightLayout layout(a.kind, a.out_features, a.in_features);
   Kernel kernel(a, layout);
+  Likeliest* likeliest = likeliest_of(a, team);
+  for (int64_t row = 0; likeliest && row < *a.num_tokens; row++) likeliest[row].clear();
   const auto plan_of = [&](const Group& group) {
     return Plan(group.end - group.begin, layout, kernel.row_bytes(), Kernel::kRows,
                 Kernel::kRowStep, team.size);
@@ -156,7 +172,7 @@ void product(const LinearArgs& a, const Team& team) {
       group = group_at(a, ++index);
       plan = plan_of(group);
     }
-    multiply_unit(a, kernel, layout, group, plan, unit - before);
+    multiply_unit(a, kernel, likeliest, layout, group, plan, unit - before);
   });
 }
 

@@ -265,6 +265,7 @@ struct LinearArgs {
   const int32_t* group_starts;  // [num_groups + 1], from 0 to num_tokens, or null: one weight for all
   int64_t num_groups;
   int64_t weight_stride;
+  void* likeliest;  // instead of `out`: what LikeliestArgs reads, written whole; or null
 };
 void linear_part(const LinearArgs& a, const Team& team);
 
@@ -328,5 +329,15 @@ struct SampleArgs {
   int64_t* out;  // [num_rows]
 };
 void sample_part(const SampleArgs& a, const Team& team);
+
+// The token with the largest logit per row, or -1: SampleArgs' of temperature 0, without logits in memory. Comes right
+// after a product with `likeliest`, in one program.
+struct LikeliestArgs {
+  const int64_t* num_rows;
+  const void* likeliest;  // [threads][capacity] of Likeliest (cpu_likeliest.h), octavo_likeliest_size bytes
+  int64_t capacity;       // as in LinearArgs
+  int64_t* out;           // [num_rows]
+};
+void likeliest_part(const LikeliestArgs& a, const Team& team);
 
 }  // namespace octavo

@@ -103,6 +103,8 @@ void run_part(const Instruction& step, const Team& team) {
       return linear_part(as<LinearArgs>(step.args), team);
     case kSample:
       return sample_part(as<SampleArgs>(step.args), team);
+    case kLikeliest:
+      return likeliest_part(as<LikeliestArgs>(step.args), team);
     case kSortExperts:
       return sort_experts_part(as<SortExpertsArgs>(step.args), team);
   }
@@ -177,6 +179,7 @@ const LayoutEntry kLayout[] = {
     KIND(kLinear),
     KIND(kSample),
     KIND(kAdd),
+    KIND(kLikeliest),
     KIND(kLayerNorm),
     KIND(kGelu),
     KIND(kRoute),
@@ -326,6 +329,7 @@ const LayoutEntry kLayout[] = {
     FIELD(LinearArgs, group_starts),
     FIELD(LinearArgs, num_groups),
     FIELD(LinearArgs, weight_stride),
+    FIELD(LinearArgs, likeliest),
 
     STRUCT(RouteArgs),
     FIELD(RouteArgs, num_tokens),
@@ -357,6 +361,12 @@ const LayoutEntry kLayout[] = {
     FIELD(CombineArgs, size),
     FIELD(CombineArgs, out),
     FIELD(CombineArgs, out_stride),
+
+    STRUCT(LikeliestArgs),
+    FIELD(LikeliestArgs, num_rows),
+    FIELD(LikeliestArgs, likeliest),
+    FIELD(LikeliestArgs, capacity),
+    FIELD(LikeliestArgs, out),
 
     STRUCT(ClampArgs),
     FIELD(ClampArgs, num_tokens),

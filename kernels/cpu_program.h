@@ -24,6 +24,7 @@ enum OpKind : int64_t {
   kLinear = 7,
   kSample = 8,
   kAdd = 9,
+  kLikeliest = 10,
   kLayerNorm = 20,
   kGelu = 21,
   kRoute = 30,
@@ -59,3 +60,6 @@ OCTAVO_EXPORT int64_t octavo_layout(const octavo::LayoutEntry** entries);
 
 // Bytes that a PackRowsArgs needs for `out`.
 OCTAVO_EXPORT int64_t octavo_packed_rows_size(int64_t kind, int64_t capacity, int64_t size);
+
+// Bytes of LikeliestArgs' `likeliest`, aligned to 64.
+OCTAVO_EXPORT int64_t octavo_likeliest_size(int64_t num_threads, int64_t capacity);

@@ -24,9 +24,10 @@
 #include <limits>
 #include <new>
 
+#include "cpu_likeliest.h"
 #include "cpu_ops.h"
+#include "cpu_program.h"
 #include "cpu_team.h"
-#include "cpu_vec.h"
 
 namespace octavo {
 namespace {
@@ -102,46 +103,17 @@ struct Row {
 };
 
 OCTAVO_INLINE vfloat load_logits(const Row& row, int64_t i) {
-  const int64_t left = row.vocab_size - i;
-  if (left >= kLanes) return load(row.logits + i);
-  vfloat v = splat(-INFINITY);
-  std::memcpy(&v, row.logits + i, left * sizeof(float));
-  return v;
+  return load_left(row.logits + i, row.vocab_size - i);
 }
 
-// Bit j: lane j of a comparison is true.
-OCTAVO_INLINE uint32_t true_lanes(vint is_true) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
-#elif defined(__AVX__)
-  return _mm256_movemask_ps((__m256)is_true);
-#else
-  uint32_t lanes = 0;
-  for (int j = 0; j < kLanes; j++) lanes |= uint32_t(is_true[j] & 1) << j;
-  return lanes;
-#endif
-}
-
-// The largest logit, the lowest id on a tie; -1 if it is not finite, or any logit is NaN.
 int64_t argmax(const Row& row) {
-  vfloat best = splat(-INFINITY);
-  vint best_id{}, id{}, is_nan{};
-  for (int j = 0; j < kLanes; j++) id[j] = j;
-  for (int64_t i = 0; i < row.vocab_size; i += kLanes) {
-    const vfloat logits = load_logits(row, i);
-    const vint is_better = logits > best;
-    is_nan |= logits != logits;
-    best = is_better ? logits : best;
-    best_id = is_better ? id : best_id;
-    id += kLanes;
+  Likeliest likeliest;
+  likeliest.clear();
+  vint ids = ascending(0);
+  for (int64_t i = 0; i < row.vocab_size; i += kLanes, ids += kLanes) {
+    likeliest.add(load_logits(row, i), ids);
   }
-  int winner = 0;
-  for (int j = 1; j < kLanes; j++) {
-    const bool is_first = best[j] == best[winner] && best_id[j] < best_id[winner];
-    if (best[j] > best[winner] || is_first) winner = j;
-  }
-  const bool is_drawable = std::isfinite(best[winner]) && !true_lanes(is_nan);
-  return is_drawable ? best_id[winner] : -1;
+  return likeliest.token();
 }
 
 thread_local Buffer<float> weight_buffer;
@@ -389,4 +361,19 @@ void sample_part(const SampleArgs& a, const Team& team) {
   });
 }
 
+void likeliest_part(const LikeliestArgs& a, const Team& team) {
+  const Likeliest* seen = static_cast<const Likeliest*>(a.likeliest);
+  int64_t row, end;
+  team.share(*a.num_rows, &row, &end);
+  for (; row < end; row++) {
+    Likeliest all = seen[row];
+    for (int64_t rank = 1; rank < team.size; rank++) all.add(seen[rank * a.capacity + row]);
+    a.out[row] = all.token();
+  }
+}
+
 }  // namespace octavo
+
+int64_t octavo_likeliest_size(int64_t num_threads, int64_t capacity) {
+  return num_threads * capacity * int64_t(sizeof(octavo::Likeliest));
+}

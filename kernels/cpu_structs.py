@@ -25,6 +25,7 @@ class OpKind(IntEnum):
     LINEAR = 7
     SAMPLE = 8
     ADD = 9
+    LIKELIEST = 10
     LAYER_NORM = 20
     GELU = 21
     ROUTE = 30
@@ -241,6 +242,7 @@ class LinearArgs(Args):
         ("group_starts", c_void_p),
         ("num_groups", c_int64),
         ("weight_stride", c_int64),
+        ("likeliest", c_void_p),
     )
 
 
@@ -304,6 +306,16 @@ class SampleArgs(Args):
     )
 
 
+class LikeliestArgs(Args):
+    op = OpKind.LIKELIEST
+    _fields_ = (
+        ("num_rows", c_void_p),
+        ("likeliest", c_void_p),
+        ("capacity", c_int64),
+        ("out", c_void_p),
+    )
+
+
 class ClampArgs(Args):
     op = OpKind.CLAMP
     _fields_ = (
@@ -331,6 +343,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it ta
     "octavo_run": (c_int64, c_void_p, c_int64, c_int64),
     "octavo_layout": (c_int64, ctypes.POINTER(ctypes.POINTER(LayoutEntry))),
     "octavo_packed_rows_size": (c_int64, c_int64, c_int64, c_int64),
+    "octavo_likeliest_size": (c_int64, c_int64, c_int64),
     "octavo_row_kind": (c_int64, c_int64),
     "octavo_packed_size": (c_int64, c_int64, c_int64, c_int64),
     "octavo_pack_weight": (
