@@ -16,7 +16,7 @@ from .cpu_linear import (
     pack_weight,
     padded_size,
 )
-from .cpu_structs import LinearArgs, PackRowsArgs
+from .cpu_structs import Args, LikeliestArgs, LinearArgs, PackRowsArgs, program
 from .ops import QuantizedRows
 
 
@@ -67,43 +67,55 @@ class ProductOps(NativeCalls):
         """
         capacity = x.shape[0] if sources is None else sources.shape[0]
         out = self._empty((capacity, packed.out_features))
+        product = LinearArgs(
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            group_starts=None if starts is None else starts.data_ptr(),
+            num_groups=0 if starts is None else len(starts) - 1,
+            weight_stride=0 if starts is None else packed.data.stride(0),
+        )
+        steps, _rows = self._product(product, x, packed, num_rows, capacity, sources)
+        for step in steps:
+            self._do(step)
+        return out
+
+    def _product(
+        self,
+        product: LinearArgs,
+        x: Tensor,
+        packed: PackedWeight,
+        num_rows: int,
+        capacity: int,
+        sources: Tensor | None = None,
+    ) -> tuple[list[Args], Tensor | None]:
+        """Say in ``product`` what is multiplied.
+
+        Returns:
+            The ops in order, ``product`` last, and packed rows to be kept until they have run.
+        """
         address, stride, rows = address_of(x), x.stride(0), None
+        steps: list[Args] = [product]
         if packed.row_kind != RowKind.FLOAT32 or sources is not None:
             rows = self._empty((self._packed_rows_size(packed, capacity),), torch.uint8)
-            self._do(
-                PackRowsArgs(
-                    num_tokens=num_rows,
-                    x=address,
-                    x_stride=stride,
-                    sources=None if sources is None else sources.data_ptr(),
-                    num_sources=x.shape[0],
-                    size=packed.in_features,
-                    kind=packed.row_kind,
-                    capacity=capacity,
-                    out=rows.data_ptr(),
-                )
-            )
-            address, stride = rows.data_ptr(), padded_size(packed.in_features)
-        self._do(
-            LinearArgs(
+            pack = PackRowsArgs(
                 num_tokens=num_rows,
                 x=address,
                 x_stride=stride,
+                sources=None if sources is None else sources.data_ptr(),
+                num_sources=x.shape[0],
+                size=packed.in_features,
+                kind=packed.row_kind,
                 capacity=capacity,
-                row_kind=packed.row_kind,
-                weight=packed.data.data_ptr(),
-                kind=packed.kind,
-                in_features=packed.in_features,
-                out_features=packed.out_features,
-                bias=None if packed.bias is None else packed.bias.data_ptr(),
-                out=out.data_ptr(),
-                out_stride=out.stride(0),
-                group_starts=None if starts is None else starts.data_ptr(),
-                num_groups=0 if starts is None else len(starts) - 1,
-                weight_stride=0 if starts is None else packed.data.stride(0),
+                out=rows.data_ptr(),
             )
-        )
-        return out
+            steps.insert(0, pack)
+            address, stride = rows.data_ptr(), padded_size(packed.in_features)
+        product.num_tokens, product.capacity = num_rows, capacity
+        product.x, product.x_stride, product.row_kind = address, stride, packed.row_kind
+        product.weight, product.kind = packed.data.data_ptr(), packed.kind
+        product.in_features, product.out_features = packed.in_features, packed.out_features
+        product.bias = None if packed.bias is None else packed.bias.data_ptr()
+        return steps, rows
 
     def _packed_rows_size(self, packed: PackedWeight, capacity: int) -> int:
         size: int = self._library.octavo_packed_rows_size(
@@ -113,3 +125,19 @@ class ProductOps(NativeCalls):
 
     def logits(self, x: Tensor, packed: PackedWeight) -> Tensor:
         return self.linear(x, packed)
+
+    def likeliest(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        """The most likely token of each row, without its logits in memory. No part of a recorded step."""
+        size, num_rows = packed.in_features, x.shape[0]
+        require(x.shape[1] == size, f"rows of {x.shape[1]} times a weight of {size} in_features")
+        num_bytes = self._library.octavo_likeliest_size(torch.get_num_threads(), num_rows)
+        seen = torch.empty(num_bytes, dtype=torch.uint8)
+        out = torch.empty(num_rows, dtype=torch.int64)
+        cell = self._tokens(x)
+        product = LinearArgs(likeliest=seen.data_ptr())
+        steps, _rows = self._product(product, x, packed, cell, num_rows)
+        last = LikeliestArgs(
+            num_rows=cell, likeliest=seen.data_ptr(), capacity=num_rows, out=out.data_ptr()
+        )
+        self.run(program([*steps, last]))
+        return out

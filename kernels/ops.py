@@ -374,6 +374,12 @@ class Ops(Protocol):
         """
 
     # --- logits --------------------------------------------------------------------------------
+    def likeliest(self, x: Tensor, packed: Any) -> Tensor:
+        """What :meth:`sample` draws at temperature 0 from ``logits(x, packed)`` → ``[num_rows]`` int64.
+
+        A set need not have the logits in memory for it. Not recorded.
+        """
+
     def sample(
         self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
     ) -> Tensor:

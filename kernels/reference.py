@@ -248,6 +248,10 @@ class ReferenceOps:
     def record_step(self, forward: Forward) -> Forward:
         return forward
 
+    def likeliest(self, x: Tensor, packed: Any) -> Tensor:
+        tokens = [_sample_row(row, 0.0, 0, 1.0, 0.0, 0.0) for row in self.logits(x, packed)]
+        return torch.tensor(tokens, dtype=torch.int64, device=x.device)
+
     def sample(
         self, logits: Tensor, params: SamplingTensors, summary: SamplingSummary | None = None
     ) -> Tensor:

@@ -54,6 +54,9 @@ class TorchOps:
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
 
+    def likeliest(self, x: Tensor, packed: Any) -> Tensor:
+        return torch_sampling.likeliest(self.logits(x, packed))
+
     def pack_experts(
         self,
         gate_up: Iterable[Tensor | QuantizedRows],

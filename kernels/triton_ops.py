@@ -17,6 +17,7 @@ from torch.nn import functional
 from . import (
     sync_free_sampling,
     torch_linear,
+    torch_sampling,
     triton_activation,
     triton_experts,
     triton_kv_store,
@@ -84,6 +85,9 @@ class TritonOps:
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
         return torch_linear.logits(x, packed)
+
+    def likeliest(self, x: Tensor, packed: Any) -> Tensor:
+        return torch_sampling.likeliest(self.logits(x, packed))
 
     def pack_experts(
         self,

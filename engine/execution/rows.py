@@ -26,6 +26,7 @@ _COLUMNS: dict[str, Any] = {
     "top_p": np.float32,
     "min_p": np.float32,
     "seed": np.int64,
+    "is_plain": np.bool_,  # takes the most likely token, by no rule, and reports nothing of it
 }
 
 
@@ -104,6 +105,21 @@ class RowTable:
             for token_id in token_ids:
                 rules.append(token_id)
 
+    def append_each(self, places: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Add one output token ``[num_rows]`` to each of the rows, which are all different."""
+        num_tokens = self.columns["num_tokens"]
+        ends = num_tokens[places]
+        if len(places) and ends.max() >= self.tokens.shape[1]:
+            raise ExecutionError(
+                f"a sequence grows to {ends.max() + 1} tokens, beyond the model's window"
+            )
+        self.tokens[places, ends] = token_ids
+        num_tokens[places] = ends + 1
+        if self.rules:
+            for place, token_id in zip(places.tolist(), token_ids.tolist(), strict=True):
+                if (rules := self.rules.get(place)) is not None:
+                    rules.append(token_id)
+
     def num_outputs(self, place: int) -> int:
         """Tokens that a row has produced so far."""
         return int(self.columns["num_tokens"][place] - self.columns["num_prompt_tokens"][place])
@@ -172,7 +188,10 @@ class RowTable:
         columns["min_p"][place] = sampling.min_p
         columns["seed"][place] = (seed + 2**63) % 2**64 - 2**63  # children of the largest wrap
         self.sampling[place] = sampling
-        if needs_rules(sampling):
+        has_rules = needs_rules(sampling)
+        reports = sampling.needs_logprobs
+        columns["is_plain"][place] = not (columns["temperature"][place] or has_rules or reports)
+        if has_rules:
             end_ids = self._eos_token_ids | frozenset(sampling.stop_token_ids)
             tokens = self.tokens[place]
             self.rules[place] = LogitRules(

@@ -175,23 +175,36 @@ class ModelRunner:
         """Compute all rows, and what they want of the results."""
         inputs = build_inputs(rows, self._table, self._transfer)
         hidden = self._forward_step(inputs.token_ids, inputs.positions, inputs.metadata)
-        wanted, scored = self._wanted_tokens(rows, inputs), self._scored_tokens(rows, inputs)
-        pooled = self._pooled_tokens(rows, inputs)
+        scored, pooled = self._scored_tokens(rows, inputs), self._pooled_tokens(rows, inputs)
+        sampled = self._sampled_rows(rows)
+        tokens = logits = None
+        if sampled:
+            last = hidden.index_select(0, self._last_tokens(rows, inputs))
+            tokens = self._model.likeliest(last) if self._sampler.are_plain(sampled) else None
+            logits = self._model.logits(last) if tokens is None else None
         return _Computed(
-            None if wanted is None else self._model.logits(hidden.index_select(0, wanted)),
+            sampled,
+            tokens,
+            logits,
             None if scored is None else hidden.index_select(0, scored),
             None if pooled is None else hidden.index_select(0, pooled),
         )
 
-    def _wanted_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
-        sampled = [index for index, row in enumerate(rows) if _wants_logits(row)]
-        if not sampled:
-            return None
-        for row in (rows[index] for index in sampled):
-            known = self._table.columns["num_tokens"][self._table.place_of(row.seq_id)]
-            if row.start + row.num_tokens != known:
+    def _sampled_rows(self, rows: tuple[ScheduledRow, ...]) -> list[SampledRow]:
+        sampled = []
+        for row in rows:
+            if not row.num_samples and not row.num_candidates:
+                continue
+            place = self._table.place_of(row.seq_id)
+            if row.start + row.num_tokens != self._table.columns["num_tokens"][place]:
                 raise ExecutionError(f"sequence {row.seq_id} is sampled before its last token")
-        return self._transfer.upload(inputs.last_tokens[sampled])[0]
+            sampled.append(SampledRow(row.seq_id, place, row.num_samples, row.num_candidates))
+        return sampled
+
+    def _last_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor:
+        """Flat indices of the sampled rows' last tokens."""
+        is_sampled = [bool(row.num_samples or row.num_candidates) for row in rows]
+        return self._transfer.upload(inputs.last_tokens[is_sampled])[0]
 
     def _scored_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
         """Flat indices of the tokens before those whose log-probabilities are wanted."""
@@ -249,26 +262,29 @@ class ModelRunner:
     ) -> StepResult:
         """Draw a step's tokens and append the first sample of each row to it."""
         self._pending = None
-        results = () if computed.logits is None else self._sample(plan.rows, computed.logits)
+        results = self._sample(computed)
         if computed.scored is not None:
             results = self._with_scores(plan.rows, results, computed.scored)
         if computed.pooled is not None:
             results = self._with_embeddings(plan.rows, results, computed.pooled)
         return StepResult(plan.step_id, results, 0.0 if swap_s is None else swap_s())
 
-    def _sample(self, plan_rows: tuple[ScheduledRow, ...], logits: Tensor) -> tuple[RowResult, ...]:
-        rows = [
-            SampledRow(
-                row.seq_id, self._table.place_of(row.seq_id), row.num_samples, row.num_candidates
-            )
-            for row in plan_rows
-            if _wants_logits(row)
+    def _sample(self, computed: _Computed) -> tuple[RowResult, ...]:
+        rows = computed.sampled
+        if computed.tokens is not None:
+            results = self._sampler.take(computed.tokens, rows)
+        elif computed.logits is not None:
+            with torch.inference_mode():
+                results = self._sampler.sample(computed.logits, rows)
+        else:
+            return ()
+        drawn = [
+            (row.place, result.token_ids[0])
+            for row, result in zip(rows, results, strict=True)
+            if result.token_ids
         ]
-        with torch.inference_mode():
-            results = self._sampler.sample(logits, rows)
-        for row, result in zip(rows, results, strict=True):
-            if result.token_ids:
-                self._table.append(row.place, result.token_ids[:1])
+        if drawn:
+            self._table.append_each(*np.array(drawn, dtype=np.int64).T)
         return tuple(results)
 
     def _with_scores(
@@ -319,12 +335,16 @@ class ModelRunner:
 class _Computed(NamedTuple):
     """What is kept of a step's forward pass."""
 
-    logits: Tensor | None  # [num_sampled_rows, vocab_size] float32, if any row wants
+    sampled: Sequence[SampledRow]
+    tokens: (
+        Tensor | None
+    )  # [num_sampled_rows] int64, their most likely tokens if those are all they want
+    logits: Tensor | None  # [num_sampled_rows, vocab_size] float32 otherwise, if there are any
     scored: Tensor | None  # [num_scored_tokens, hidden_size], of the tokens before the scored ones
     pooled: Tensor | None  # [num_pooled_tokens, hidden_size]
 
 
-_NOTHING = _Computed(None, None, None)
+_NOTHING = _Computed((), None, None, None, None)
 
 
 class _Step:
@@ -348,10 +368,6 @@ class _Step:
             self._result = self._runner._finish(self._plan, self._computed, self._swap_s)
             self._computed = _NOTHING
         return self._result
-
-
-def _wants_logits(row: ScheduledRow) -> bool:
-    return bool(row.num_samples or row.num_candidates)
 
 
 def _refuse_unsupported(plan: StepPlan, num_groups: int) -> None:

@@ -52,6 +52,22 @@ class Sampler:
         self._ops = ops
         self._table = table
 
+    def are_plain(self, rows: Sequence[SampledRow]) -> bool:
+        """Whether each row wants one token, the most likely one, and nothing else."""
+        if any(row.num_samples != 1 for row in rows):
+            return False
+        return bool(self._table.columns["is_plain"][[row.place for row in rows]].all())
+
+    def take(self, tokens: Tensor, rows: Sequence[SampledRow]) -> list[RowResult]:
+        """What :meth:`sample` gives for plain rows whose most likely tokens ``[num_rows]`` are known."""
+        (token_ids,) = self._transfer.download(tokens)
+        return [
+            RowResult(row.seq_id, [token_id])
+            if token_id >= 0
+            else RowResult(row.seq_id, (), error=NONFINITE)
+            for row, token_id in zip(rows, token_ids, strict=True)
+        ]
+
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[RowResult]:
         """Draw for every row, or name its candidates.
 

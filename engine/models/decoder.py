@@ -239,6 +239,12 @@ class Decoder:
         x = self.ops.embed(token_ids, self.embedding)
         return x if self.spec.embedding_scale == 1 else self.ops.scale(x, self.spec.embedding_scale)
 
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        # A scale or a cap could make two logits equal, of which the first would be taken.
+        if self.spec.logits_scale != 1 or self.spec.logits_soft_cap is not None:
+            return None
+        return self.ops.likeliest(hidden, self.head)
+
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.ops.logits(hidden, self.head)
         if self.spec.logits_scale != 1:

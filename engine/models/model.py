@@ -48,3 +48,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [num_rows, hidden_size]`` → ``[num_rows, vocab_size]`` float32."""
+
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        """Each row's most likely token, -1 where the logits are not finite → ``[num_rows]`` int64.
+
+        ``None``: the model has no shorter way to it than :meth:`logits`, which gives the same.
+        """

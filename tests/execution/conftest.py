@@ -80,6 +80,9 @@ class FakeModel:
             x = self.ops.attention(x[:, None] * 0, cache, rows, scale=1.0, window=window)[:, 0]
         return x
 
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        return None
+
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.engine.api import SamplingParams
 from octavo.engine.execution.errors import ExecutionError
 from octavo.engine.execution.sampler import NONFINITE
 from octavo.engine.step import BlockCopy, BlockSwap, Fork, StepPlan
+from octavo.kernels.torch_sampling import likeliest
+from tests.execution.conftest import FakeModel
 
 PROMPT = [3, 14, 15, 9, 26, 5, 3, 5, 8]
 POISON = 31
@@ -209,6 +212,75 @@ def test_a_row_without_finite_logits_ends_alone(make_driver: Any, expected: list
         outputs += driver.step([driver.row(0, start, 1)])[0].token_ids
     assert outputs == expected
     assert make_driver().generate(5, [4], 3) == driver.generate(5, [4], 3)
+
+
+class NamingModel(FakeModel):
+    """Names the most likely tokens without the sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_named = 0
+
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        self.num_named += len(hidden)
+        return likeliest(self.logits(hidden))
+
+
+def test_rows_that_want_the_most_likely_token_alone_need_no_sampler(
+    make_driver: Any, expected: list[int]
+) -> None:
+    model = NamingModel()
+    assert make_driver(model=model).generate(0, PROMPT, 8) == expected
+    assert model.num_named == 8
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7},
+        {"logprobs": 0},
+        {"presence_penalty": 0.5},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 12},
+        {"n": 1, "best_of": 2},
+    ],
+    ids=lambda sampling: next(reversed(sampling)),
+)
+def test_other_rows_and_their_company_get_logits(
+    make_driver: Any, expected: list[int], sampling: dict[str, Any]
+) -> None:
+    model = NamingModel()
+    driver, plain = make_driver(model=model), make_driver()
+    tokens = driver.generate(1, PROMPT, 6, **sampling)
+    assert model.num_named == 0
+    assert tokens == plain.generate(1, PROMPT, 6, **sampling)
+    rows = [driver.row(0, 0, len(PROMPT)), driver.row(1, len(PROMPT) + 5, 1)]
+    result = driver.step(rows, new_rows=(driver.new(0, PROMPT),))
+    assert list(result[0].token_ids) == expected[:1]
+    assert model.num_named == 0
+    driver.remove(1)
+    assert driver.step([driver.row(0, len(PROMPT), 1)])[0].token_ids == expected[1:2]
+    assert model.num_named == 1
+
+
+def test_several_samples_of_a_row_get_logits(make_driver: Any, expected: list[int]) -> None:
+    model = NamingModel()
+    driver = make_driver(model=model)
+    row = driver.row(0, 0, len(PROMPT), num_samples=3)
+    result = driver.step([row], new_rows=(driver.new(0, PROMPT),))
+    assert list(result[0].token_ids) == expected[:1] * 3
+    assert model.num_named == 0
+
+
+def test_named_rows_without_finite_logits_end_alone(make_driver: Any, expected: list[int]) -> None:
+    model = NamingModel()
+    driver = make_driver(model=model)
+    rows = [driver.row(1, 0, 2), driver.row(0, 0, len(PROMPT))]
+    result = driver.step(rows, new_rows=(driver.new(0, PROMPT), driver.new(1, [POISON, 4])))
+    assert model.num_named == 2
+    assert (result[1].error, list(result[1].token_ids)) == (NONFINITE, [])
+    assert list(result[0].token_ids) == expected[:1]
+    assert driver.step([driver.row(0, len(PROMPT), 1)])[0].token_ids == expected[1:2]
 
 
 def test_a_step_without_rows_applies_removals(make_driver: Any) -> None:

@@ -22,7 +22,15 @@ from octavo.kernels.cpu_linear import (
     pack_gguf_weight,
     pack_weight,
 )
-from octavo.kernels.cpu_structs import Args, LinearArgs, PackRowsArgs, declare, run
+from octavo.kernels.cpu_structs import (
+    Args,
+    LikeliestArgs,
+    LinearArgs,
+    PackRowsArgs,
+    declare,
+    run,
+)
+from octavo.kernels.torch_sampling import likeliest as likeliest_of_logits
 
 pytestmark = pytest.mark.native
 
@@ -163,7 +171,14 @@ def linear(
         rows = pack_rows(native, x, packed.row_kind, num_threads)
     out = torch.empty(x.shape[0], packed.out_features) if out is None else out
     count = c_int64(x.shape[0])
-    args: Args = LinearArgs(
+    args = product_of(x, rows, packed, count)
+    args.out, args.out_stride = out.data_ptr(), out.stride(0)
+    run(native, [args], num_threads)
+    return out
+
+
+def product_of(x: Tensor, rows: Tensor, packed: PackedWeight, count: c_int64) -> LinearArgs:
+    return LinearArgs(
         num_tokens=addressof(count),
         x=rows.data_ptr(),
         x_stride=x.stride(0),
@@ -174,10 +189,27 @@ def linear(
         in_features=packed.in_features,
         out_features=packed.out_features,
         bias=None if packed.bias is None else packed.bias.data_ptr(),
-        out=out.data_ptr(),
-        out_stride=out.stride(0),
     )
-    run(native, [args], num_threads)
+
+
+def likeliest(native: ctypes.CDLL, x: Tensor, packed: PackedWeight, num_threads: int) -> Tensor:
+    """Each row's likeliest column, as the native product finds it."""
+    num_rows, count = x.shape[0], c_int64(x.shape[0])
+    is_packed = packed.row_kind != RowKind.FLOAT32
+    rows = pack_rows(native, x, packed.row_kind, num_threads) if is_packed else x
+    num_bytes = native.octavo_likeliest_size(num_threads, num_rows)
+    seen = torch.full((num_bytes,), 127, dtype=torch.uint8)
+    out = torch.empty(num_rows, dtype=torch.int64)
+    product = product_of(x, rows, packed, count)
+    product.likeliest = seen.data_ptr()
+    last = LikeliestArgs(
+        num_rows=addressof(count),
+        likeliest=seen.data_ptr(),
+        capacity=num_rows,
+        out=out.data_ptr(),
+    )
+    steps: list[Args] = [product, last]
+    run(native, steps, num_threads)
     return out
 
 
@@ -342,6 +374,31 @@ def test_a_row_that_is_not_finite_stays_alone(
     assert not out[18].isfinite().any()
     others = [row for row in range(37) if row != 18]
     assert torch.equal(bits(out[others]), bits(clean[others]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_the_likeliest_is_that_of_the_logits(
+    native: ctypes.CDLL, kind: WeightKind, num_threads: int
+) -> None:
+    for out_features, num_rows in [(1, 3), (31, 1), (33, 40), (100, 7), (4000, 70)]:
+        bias = bias_for(out_features, out_features == 100)
+        packed, _ = make(native, kind, out_features, 96, bias)
+        x = draw(num_rows, 96)
+        x[0, 5], x[-1, 7] = float("nan"), float("inf")
+        expected = likeliest_of_logits(linear(native, x, packed))
+        assert torch.equal(likeliest(native, x, packed, num_threads), expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_of_equals_the_first_is_the_likeliest(native: ctypes.CDLL, num_threads: int) -> None:
+    weight = draw(700, 96)
+    x = draw(40, 96)
+    for first, second in [(3, 4), (20, 650), (0, 699), (31, 32)]:
+        weight[first] = weight[second] = x[0] * 9
+        packed = pack_weight(native, weight)
+        assert likeliest(native, x, packed, num_threads)[0] == first
+        weight[first] = weight[second] = 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -201,3 +201,15 @@ def test_on_a_gpu_it_equals_the_cpu() -> None:
     on_gpu = SamplingTensors(*(value.cuda() for value in params))
     drawn = TorchOps().sample(logits.cuda(), on_gpu)
     assert drawn.tolist() == ReferenceOps().sample(logits, params).tolist()
+
+
+def test_the_likeliest_is_what_temperature_0_draws(ops: Ops) -> None:
+    random = torch.Generator().manual_seed(4)
+    weight, x = torch.randn((50, 16), generator=random), torch.randn((9, 16), generator=random)
+    weight[7] = weight[3]
+    x[2] = 9 * weight[3]  # the first of two equals
+    x[4, 0] = float("nan")
+    head = ops.pack_head(weight)
+    expected = ops.sample(ops.logits(x, head), _params(9, temperature=0.0))
+    assert torch.equal(ops.likeliest(x, head), expected)
+    assert (expected[2], expected[4]) == (3, -1)

@@ -64,6 +64,9 @@ class TransformersModel:
         with self._parts.attention.step(kv_caches, metadata):
             return run(self._parts.base, token_ids, positions)
 
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        return None
+
     def logits(self, hidden: Tensor) -> Tensor:
         given, causal = self._parts.given, self._parts.causal
         given.hidden = hidden[None]
