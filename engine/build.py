@@ -40,9 +40,12 @@ if TYPE_CHECKING:
     import torch
 
     from ..kernels.ops import Ops
+    from .execution.runner import ModelRunner
     from .models.model import Model
     from .scheduling.limits import SchedulerLimits
+    from .scheduling.scheduler import Scheduler
     from .service.client import EngineClient
+    from .step import ExecutorRates
 
 logger = logging.getLogger(__name__)
 
@@ -185,29 +188,56 @@ def build_core(
 
     import torch
 
-    from .execution.runner import ModelRunner
-    from .memory.kv_cache_manager import KVCacheManager
-    from .models.loader import load_model
-    from .scheduling.scheduler import Scheduler
-
     place = _place(config, checkpoint)
-    device, limits = place.device, place.limits
     torch.set_num_threads(place.num_threads)
-    ops = _select_ops(config, device)
+    ops = _select_ops(config, place.device)
+    model = _load_model(config, checkpoint, ops, place, report)
+    report("warming", LOADED)
+    pool = _size_pool(config, model, ops, place)
+    runner, rates = _warm_runner(config, checkpoint, model, ops, place, pool, report)
+    scheduler = _scheduler(config, checkpoint, place, pool, rates)
+    core = EngineCore(
+        scheduler, runner, epoch=epoch, check_invariants=config.scheduler.check_invariants
+    )
+    _log_place(config, checkpoint, place, ops)
+    load_s = time.monotonic() - begin
+    return core, _info(config, checkpoint, place, pool, ops.name, model.num_parameters, load_s)
+
+
+def _load_model(
+    config: EngineConfig, checkpoint: Checkpoint, ops: Ops, place: _Place, report: Progress
+) -> Model:
+    import torch
+
+    from .models.loader import load_model
+
     try:
-        model = load_model(
+        return load_model(
             checkpoint,
             ops,
             dtype=place.dtype,
-            device=device,
+            device=place.device,
             max_model_len=place.window,
             keep_quantized=_keeps_quantized(config),
             progress=lambda stage, fraction: report(stage, LOADED * fraction),
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"The weights do not fit the GPU's memory: {error}") from error
-    report("warming", LOADED)
-    pool = _size_pool(config, model, ops, place)
+
+
+def _warm_runner(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: Model,
+    ops: Ops,
+    place: _Place,
+    pool: _Pool,
+    report: Progress,
+) -> tuple[ModelRunner, ExecutorRates]:
+    """A runner that has computed its largest step, and on a GPU every kind of step."""
+    from .execution.runner import ModelRunner
+
+    limits = place.limits
     runner = ModelRunner(
         model,
         ops,
@@ -216,16 +246,25 @@ def build_core(
         block_size=config.cache.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=pool.max_model_len,
-        device=device,
+        device=place.device,
         eos_token_ids=checkpoint.eos_token_ids,
     )
     rates = runner.warm_up(min(limits.max_num_batched_tokens, pool.max_model_len))
-    if device.type == "cuda":
+    if place.device.type == "cuda":
         runner.warm_up_kernels(
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
             lambda fraction: report("warming", LOADED + (1 - LOADED) * fraction),
         )
+    return runner, rates
+
+
+def _scheduler(
+    config: EngineConfig, checkpoint: Checkpoint, place: _Place, pool: _Pool, rates: ExecutorRates
+) -> Scheduler:
+    from .memory.kv_cache_manager import KVCacheManager
+    from .scheduling.scheduler import Scheduler
+
     memory = KVCacheManager(
         pool.num_blocks,
         config.cache.block_size,
@@ -233,20 +272,10 @@ def build_core(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,
-        max_step_tokens=limits.max_num_batched_tokens,
+        max_step_tokens=place.limits.max_num_batched_tokens,
     )
-    scheduler = Scheduler(
-        _scheduler_limits(config.scheduler, limits, pool.max_model_len),
-        memory,
-        checkpoint.eos_token_ids,
-        rates=rates,
-    )
-    core = EngineCore(
-        scheduler, runner, epoch=epoch, check_invariants=config.scheduler.check_invariants
-    )
-    _log_place(config, checkpoint, place, ops)
-    load_s = time.monotonic() - begin
-    return core, _info(config, checkpoint, place, pool, ops.name, model.num_parameters, load_s)
+    limits = _scheduler_limits(config.scheduler, place.limits, pool.max_model_len)
+    return Scheduler(limits, memory, checkpoint.eos_token_ids, rates=rates)
 
 
 def _scheduler_limits(

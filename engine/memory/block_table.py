@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .block_hash import HashChain
 
 
@@ -43,3 +45,10 @@ class SequenceBlocks:
         if len(self.tables) == 1:
             return self.held(0)
         return [block_id for group in range(len(self.tables)) for block_id in self.held(group)]
+
+    def contents(self, block_size: int) -> Iterator[tuple[int, int, int]]:
+        """Group, table index and id of each block that holds tokens of the sequence."""
+        end = -(-self.num_tokens // block_size)
+        for group, table in enumerate(self.tables):
+            for index in range(self.first_blocks[group], end):
+                yield group, index, table[index]

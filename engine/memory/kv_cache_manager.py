@@ -1,29 +1,24 @@
 """KV memory as the scheduler sees it: give a sequence room, take it back, know what is shared and wasted.
 
-Owns the block pool, the prefix cache with its host tier, and every live sequence's block tables. Must not
-know requests, policies or tensors.
+Puts the prefix cache and its host tier behind the block tables. Must not know requests, policies or tensors.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..step import BlockCopy, BlockSwap
-from .block_demand import BlockDemand, first_block
-from .block_hash import HashChain, hash_block, in_group, root_hash
-from .block_pool import BlockPool, MemoryInvariantError
+from .block_hash import HashChain, in_group
+from .block_pool import MemoryInvariantError
 from .block_table import SequenceBlocks
-from .block_times import BlockTimes
 from .host_index import HostIndex
 from .prefix_cache import PrefixCache, PrefixMatch
+from .swapper import Swapper
+from .table_manager import TableManager
 
 
-class KVCacheManager:
-    """Block tables over one pool.
-
-    Tables grow a block at a time, when the token that needs it is scheduled (Kwon et al., 2023,
-    section 4.2), so a sequence never holds more than one partly filled block.
+class KVCacheManager(TableManager):
+    """Block tables whose content is found again.
 
     Args:
         num_blocks: physical blocks, shared by all groups.
@@ -49,151 +44,23 @@ class KVCacheManager:
         block_bytes: int = 0,
         max_step_tokens: int = 0,
     ) -> None:
-        if not max_step_tokens and any(window is not None for window in windows):
-            raise ValueError("what windowed groups hold depends on the tokens of a step: how many?")
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.windows = tuple(windows)
-        self.num_groups = len(self.windows)
-        self.demand = BlockDemand(block_size, self.windows, max_step_tokens)
-        self._windowed = [(g, w) for g, w in enumerate(self.windows) if w is not None]
+        super().__init__(num_blocks, block_size, windows, max_step_tokens=max_step_tokens)
         self.enable_prefix_caching = enable_prefix_caching
         self.block_bytes = block_bytes
-        self.times = BlockTimes(num_blocks)
         self.cache = PrefixCache(
             self.pool, block_size, HostIndex(num_host_blocks), self.times, self.windows
         )
-        self._copy_sources: dict[int, int] = {}  # by the target of a copy that is not executed yet
-        self._sequences: dict[int, SequenceBlocks] = {}
-
-    @property
-    def num_used_slots(self) -> int:
-        """Slots that hold a token; those of a shared block count once."""
-        return self.pool.num_used_slots
-
-    @property
-    def num_allocated_slots(self) -> int:
-        """Slots of all used blocks. Minus ``num_used_slots``, it is the memory wasted."""
-        return self.pool.num_used_blocks * self.block_size
-
-    @property
-    def num_saved_blocks(self) -> int:
-        """Table entries that share another's block: what there would be without sharing, less what is."""
-        return self.pool.num_references - self.pool.num_used_blocks
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens of one sequence hold at most, over all groups."""
-        return self.demand.of_sequence(num_tokens)
-
-    # --- tables ----------------------------------------------------------------------------------
-
-    def open(self, seq_id: int, chain: HashChain | None = None) -> SequenceBlocks:
-        """Start a sequence with empty tables. ``chain`` names its blocks."""
-        if seq_id in self._sequences:
-            raise MemoryInvariantError(f"sequence {seq_id} has block tables already")
-        blocks = SequenceBlocks(self.num_groups, chain or HashChain(root_hash(None)))
-        self._sequences[seq_id] = blocks
-        return blocks
-
-    def grow(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` tokens in all; ``False``, and no change, if blocks run out."""
-        if num_tokens <= blocks.num_slots:
-            return True
-        missing = -(-num_tokens // self.block_size) - len(blocks.tables[0])
-        taken = self._allocate(missing * self.num_groups)
-        if taken is None:
-            return False
-        for group, table in enumerate(blocks.tables):
-            table.extend(taken[group * missing : (group + 1) * missing])
-        blocks.num_slots += missing * self.block_size
-        return True
-
-    def _allocate(self, num_blocks: int) -> list[int] | None:
-        taken = self.pool.allocate(num_blocks)
-        if taken:
-            self.times.allocated(taken)
-        return taken
-
-    def mark_computed(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Note that positions up to ``num_tokens - 1`` are filled; what no later query sees is given back."""
-        size, fill = self.block_size, self.pool.fill
-        for index in range(blocks.num_tokens // size, (num_tokens - 1) // size + 1):
-            filled = min(size, num_tokens - index * size)
-            for table in blocks.tables:
-                fill(table[index], filled)
-        blocks.num_tokens = num_tokens
-        if self._windowed:
-            self._drop_unseen(blocks)
-
-    def _drop_unseen(self, blocks: SequenceBlocks) -> None:
-        """Give back the blocks that fell out of their groups' windows."""
-        for group, window in self._windowed:
-            old = blocks.first_blocks[group]
-            first = first_block(blocks.num_tokens, window, self.block_size)
-            if first > old:
-                gone = blocks.tables[group][old:first]
-                self.pool.release(gone)
-                self.times.released(gone)
-                blocks.first_blocks[group] = first
-
-    def fork(self, parent: SequenceBlocks, seq_id: int, num_tokens: int) -> SequenceBlocks:
-        """Start a sequence that sees the first ``num_tokens`` tokens of another.
-
-        Every block is shared, a half-full last one too (Kwon et al., 2023, section 4.4).
-
-        Raises:
-            MemoryInvariantError: the parent has given back what a window before ``num_tokens`` shows.
-        """
-        num_blocks = -(-num_tokens // self.block_size)
-        for group, window in self._windowed:
-            if first_block(num_tokens, window, self.block_size) < parent.first_blocks[group]:
-                raise MemoryInvariantError(f"sequence {seq_id} forks from blocks that are gone")
-        blocks = self.open(seq_id, parent.chain.fork(num_tokens // self.block_size))
-        blocks.first_blocks[:] = parent.first_blocks
-        for mine, theirs in zip(blocks.tables, parent.tables, strict=True):
-            mine.extend(theirs[:num_blocks])
-        self.pool.share(blocks.all_held())
-        blocks.num_slots = num_blocks * self.block_size
-        blocks.num_tokens = num_tokens
-        return blocks
-
-    def make_writable(self, blocks: SequenceBlocks, position: int) -> list[BlockCopy] | None:
-        """Before ``position`` is written: give the sequence blocks of its own there (copy-on-write).
-
-        The last owner of a block keeps it. The sources are pinned until :meth:`commit`.
-
-        Returns:
-            Copies to execute before the write; ``None``, and no change, if blocks run out.
-        """
-        index, offset = divmod(position, self.block_size)
-        if index >= len(blocks.tables[0]):
-            return []
-        ref_counts = self.pool.ref_counts
-        shared = [g for g, table in enumerate(blocks.tables) if ref_counts[table[index]] > 1]
-        if not shared:
-            return []
-        taken = self._allocate(len(shared))
-        if taken is None:
-            return None
-        copies = []
-        for group, block_id in zip(shared, taken, strict=True):
-            table = blocks.tables[group]
-            copies.append(self._copy(group, table[index], block_id, offset))
-            self.pool.release([table[index]])
-            table[index] = block_id
-            blocks.first_changed_block = min(blocks.first_changed_block, index)
-        return copies
-
-    def _copy(self, group: int, source: int, target: int, num_filled: int) -> BlockCopy:
-        self.pool.pin(source)
-        self.pool.fill(target, num_filled)
-        self._copy_sources[target] = source
-        return BlockCopy(group, source, target)
+        self._swapper = Swapper(
+            self.cache,
+            self.pool,
+            block_size,
+            self.num_groups,
+            enable_prefix_caching=enable_prefix_caching,
+        )
 
     def commit(self) -> None:
         """The step is done: copies and swaps are made, blocks in flight are there."""
-        self.pool.unpin_all()
-        self._copy_sources.clear()
+        super().commit()
         self.cache.commit()
 
     def close(self, seq_id: int, token_ids: Sequence[int] | None = None) -> None:
@@ -202,13 +69,21 @@ class KVCacheManager:
         Args:
             token_ids: of the sequence, to keep its half-full last block findable; ``None``: do not.
         """
-        blocks = self._sequences.pop(seq_id)
-        held = blocks.all_held()
-        self.cache.forget_in_flight(held)
+        blocks = self._sequences[seq_id]
+        self.cache.forget_in_flight(blocks.all_held())
         if token_ids is not None:
             self.publish_tail(blocks, token_ids)
-        self.pool.release(held)
-        self.times.released(held)
+        super().close(seq_id)
+
+    def check(self) -> None:
+        """Verify every invariant of pool, tables, prefix cache and host tier. O(blocks + table entries).
+
+        Raises:
+            MemoryInvariantError: one is broken; the message says which.
+        """
+        self.pool.check()
+        self.cache.check()
+        self.check_tables()
 
     # --- prefix cache ----------------------------------------------------------------------------
 
@@ -383,148 +258,23 @@ class KVCacheManager:
 
     def swappable_blocks(self, sequences: Iterable[SequenceBlocks]) -> set[int]:
         """Blocks with content that nobody but these sequences refers to."""
-        references: Counter[int] = Counter()
-        for blocks in sequences:
-            for _, _, block_id in self._contents(blocks):
-                references[block_id] += 1
-        ref_counts = self.pool.ref_counts
-        return {block_id for block_id, count in references.items() if ref_counts[block_id] == count}
-
-    def _contents(self, blocks: SequenceBlocks) -> Iterator[tuple[int, int, int]]:
-        """Group, table index and id of each block that holds tokens of a sequence."""
-        end = -(-blocks.num_tokens // self.block_size)
-        for group, table in enumerate(blocks.tables):
-            for index in range(blocks.first_blocks[group], end):
-                yield group, index, table[index]
+        return self._swapper.swappable_blocks(sequences)
 
     def num_uncached_tokens(self, sequences: Iterable[SequenceBlocks], own: set[int]) -> int:
-        """Tokens to be computed again if the blocks ``own`` of these sequences are lost.
-
-        To compute what a window shows takes all tokens before it, whose blocks are gone already.
-        """
-        gone, lost = [0] * self.num_groups, [set[int]() for _ in range(self.num_groups)]
-        for blocks in sequences:
-            gone = [max(pair) for pair in zip(gone, blocks.first_blocks, strict=True)]
-            for group, _, block_id in self._contents(blocks):
-                lost[group].add(block_id)
-        num_filled = self.pool.num_filled
-        return max(
-            first * self.block_size + sum(num_filled[b] for b in block_ids & own)
-            for first, block_ids in zip(gone, lost, strict=True)
-        )
+        """Tokens to be computed again if the blocks ``own`` of these sequences are lost."""
+        return self._swapper.num_uncached_tokens(sequences, own)
 
     def swap_out(
         self, sequences: Sequence[tuple[SequenceBlocks, Sequence[int]]], own: set[int]
     ) -> list[int] | None:
-        """Copy blocks of these sequences to the host tier. Their tables stay as they are.
-
-        Args:
-            sequences: block tables and token ids.
-            own: the blocks to copy, from :meth:`swappable_blocks`.
-
-        Returns:
-            The host blocks, held until :meth:`swap_done`; ``None``, and no change, without room.
-        """
-        contents: dict[bytes, int] = {}
-        private = set()
-        for blocks, token_ids in sequences:
-            for group, index, block_id in self._contents(blocks):
-                if block_id not in own:
-                    continue
-                name = in_group(self._name_of(blocks, index, token_ids), group)
-                contents.setdefault(name, self._copy_sources.get(block_id, block_id))
-                is_full = (index + 1) * self.block_size <= blocks.num_tokens
-                if not (is_full and self.enable_prefix_caching):
-                    private.add(name)
-        held = self._hold_in_host(contents)
-        for name in private if held is not None else ():
-            self.cache.host.make_private(name)
-        return held
-
-    def _hold_in_host(self, contents: dict[bytes, int]) -> list[int] | None:
-        """Copy blocks to the host tier and hold them there; ``None``, and no change, without room."""
-        host = self.cache.host
-        known = [i for name in contents if (i := host.find(name, is_holder=True)) is not None]
-        for host_id in known:  # making room must not take these
-            host.hold(host_id)
-        if len(contents) - len(known) > host.num_available_blocks:
-            host.release(known)
-            return None
-        held = []
-        for name, block_id in contents.items():
-            stored_id = self.cache.copy_to_host(name, block_id)
-            if stored_id is None:
-                raise MemoryInvariantError("the host tier has less room than it said")
-            host.hold(stored_id)
-            held.append(stored_id)
-        host.release(known)
-        return held
-
-    def _name_of(self, blocks: SequenceBlocks, index: int, token_ids: Sequence[int]) -> bytes:
-        """The name of what a sequence has computed of block ``index``, full or not."""
-        size = self.block_size
-        if (index + 1) * size <= blocks.num_tokens:
-            return blocks.chain.hash_of(index, token_ids, size)
-        if index:
-            blocks.chain.hash_of(index - 1, token_ids, size)
-        tail = token_ids[index * size : blocks.num_tokens]
-        return hash_block(blocks.chain.parent_of(index), tail)
+        """Copy blocks of these sequences to the host tier (see :meth:`Swapper.swap_out`)."""
+        return self._swapper.swap_out(sequences, own, self._copy_sources)
 
     def swap_done(self, host_ids: Sequence[int], sequences: Iterable[SequenceBlocks] = ()) -> None:
         """What was swapped out is back in these block tables, or not wanted any more."""
-        names = self.cache.host.private_names(host_ids)
-        self.cache.host.release(host_ids)
-        for blocks in sequences if names else ():
-            for block_id in blocks.all_held():
-                known = self.cache.index.get(block_id)
-                if known is not None and known.name in names:
-                    self.cache.forget(block_id)
+        self._swapper.swap_done(host_ids, sequences)
 
     def take_swaps(self) -> tuple[BlockSwap, ...]:
         """Moves to execute before everything else in the next plan; from here on the plan's business."""
         swaps, self.cache.swaps = self.cache.swaps, []
         return tuple(swaps)
-
-    # --- invariants ------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Verify every invariant of pool, tables, prefix cache and host tier. O(blocks + table entries).
-
-        Raises:
-            MemoryInvariantError: one is broken; the message says which.
-        """
-        self.pool.check()
-        self.cache.check()
-        references: Counter[int] = Counter()
-        for seq_id, blocks in self._sequences.items():
-            self._check_sequence(seq_id, blocks)
-            references.update(blocks.all_held())
-        for block_id, count in enumerate(self.pool.ref_counts):
-            if references[block_id] != count:
-                seen = references[block_id]
-                raise MemoryInvariantError(
-                    f"block {block_id} has {count} references and stands in {seen} block tables"
-                )
-
-    def _check_sequence(self, seq_id: int, blocks: SequenceBlocks) -> None:
-        if not 0 <= blocks.num_tokens <= blocks.num_slots:
-            raise MemoryInvariantError(
-                f"sequence {seq_id}: {blocks.num_tokens} tokens in {blocks.num_slots} slots"
-            )
-        if any(len(table) * self.block_size != blocks.num_slots for table in blocks.tables):
-            raise MemoryInvariantError(f"sequence {seq_id}: table length and slots disagree")
-        held = blocks.all_held()
-        if len(set(held)) != len(held):
-            raise MemoryInvariantError(f"sequence {seq_id} sees one block at two positions")
-        for window, first in zip(self.windows, blocks.first_blocks, strict=True):
-            if first != first_block(blocks.num_tokens, window, self.block_size):
-                raise MemoryInvariantError(
-                    f"sequence {seq_id} has blocks from {first} on with a window of {window} before "
-                    f"token {blocks.num_tokens}"
-                )
-        for _, index, block_id in self._contents(blocks):
-            seen = min(self.block_size, blocks.num_tokens - index * self.block_size)
-            if self.pool.num_filled[block_id] < seen:
-                raise MemoryInvariantError(
-                    f"sequence {seq_id} sees tokens in block {block_id} that are not there"
-                )
