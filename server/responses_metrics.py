@@ -20,7 +20,7 @@ class ResponseMetrics:
         self._stored = gauge("octavo:stored_responses", "Responses that have ended and are kept.")
         self._bytes = gauge(
             "octavo:stored_response_bytes",
-            "Bytes of kept responses and of the conversations of those in the background.",
+            "Bytes of kept responses and of those in the background, when one last began or ended.",
         )
         self._background = gauge(
             "octavo:background_responses", "Responses that are being generated in the background."
