@@ -14,6 +14,7 @@ from ..checkpoint.spec import ModelSpec
 from ..checkpoint.tensors import Shapes
 from ..errors import CheckpointError
 from .family import Family
+from .finite import is_finite, not_finite
 
 
 class SafetensorsWeights:
@@ -47,6 +48,8 @@ class SafetensorsWeights:
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         own_name = self.own_name(name)
         tensor: Tensor = self._handle(own_name).get_tensor(own_name)
+        if not is_finite(tensor):
+            raise not_finite(self._files[own_name], own_name)
         return self._family.arrange(self._spec, name, tensor.to(dtype, copy=True))
 
     def block_type(self, name: str) -> None:

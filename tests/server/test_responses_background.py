@@ -333,7 +333,7 @@ async def test_what_has_ended_makes_room_while_one_grows(engine: FakeEngine) -> 
         growing = await create(client)
         await until(client, growing["id"], "in_progress")
         async with asyncio.timeout(5):
-            while (await client.get(f"{PATH}/{first['id']}")).status_code == 200:
+            while (await client.get(f"{PATH}/{first['id']}")).status_code == 200:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert (await get(client, growing["id"]))["status"] == "in_progress"
 
