@@ -11,7 +11,12 @@ STORE_REASON = "response_store"
 
 
 class ResponseMetrics:
-    """Gauges of the store and a counter of what it had no room for."""
+    """Gauges of the store and a counter of what it had no room for.
+
+    Args:
+        registry: Where they are added.
+        labels: Names and values, the same for each.
+    """
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         def gauge(name: str, text: str) -> Gauge:
