@@ -165,8 +165,9 @@ _MODELS_HEAD = """\
 
 octavo runs the decoder-only models below, from a Hugging Face folder (safetensors) or, where the table names
 an architecture of llama.cpp, from a GGUF file. A feature that a model's configuration asks for and octavo does not
-compute is refused by name. [Other decoders](#any-other-decoder) run through transformers. To add one: [Add a
-model](../CONTRIBUTING.md).
+compute is refused by name, and so is a tensor that holds NaN or infinity. A folder's experts may be stored one by
+one or fused, as transformers 5 keeps them (`experts.gate_up_proj`). [Other decoders](#any-other-decoder) run through
+transformers. To add one: [Add a model](../CONTRIBUTING.md).
 
 Every family is verified against transformers: tiny models with random weights, norms and biases, in float32, whose
 logits must agree within `max|a - b| <= 1e-4 * max|b|` in one piece, in odd chunks, decoding, in batches and after a

@@ -15,6 +15,17 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that is being handled."""
 
 
+_ESCAPES = {
+    code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+}
+"""Of characters that end a line, or that a terminal obeys."""
+
+
+def one_line(text: str) -> str:
+    """``text`` on one line: a path in it may hold whatever would make a second one that nobody wrote."""
+    return text.translate(_ESCAPES)
+
+
 def set_up_logging(level: str, form: str, process: str) -> None:
     """Write lines to stderr from ``level`` on.
 
@@ -32,7 +43,7 @@ class _Text(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        text, of_request = super().formatMessage(record), request_id.get()
+        text, of_request = one_line(super().formatMessage(record)), request_id.get()
         return text if of_request is None else f"{text} [{of_request}]"
 
 

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from ..engine.api import Engine, EngineInfo, LoadProgress
 from ..engine.errors import EngineNotReadyError
+from ..engine.logs import one_line
 
 POLL_S = 0.1
 _LABEL_WIDTH = 18
@@ -98,7 +99,7 @@ def banner(info: EngineInfo, model_name: str, url: str, *, needs_key: bool) -> s
         "loaded in": f"{info.load_s:.1f} s",
         "URL": url,
     }
-    lines = [f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows.items()]
+    lines = [f"  {label:<{_LABEL_WIDTH}}{one_line(text)}" for label, text in rows.items()]
     return "\n".join(["octavo is ready", *lines, "", curl_line(model_name, url, needs_key), ""])
 
 

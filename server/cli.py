@@ -24,6 +24,7 @@ from ..engine.config import (
     resolve_server,
 )
 from ..engine.errors import ConfigError
+from ..engine.logs import one_line
 from .listening import check_listening
 from .models_table import add_arguments, render
 from .option_values import parse_text
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(engine_config, server_config)
     except ConfigError as error:
-        print(f"octavo: {error}", file=sys.stderr)
+        print(f"octavo: {one_line(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:  # before the server listens to signals
         return EXIT_INTERRUPTED
@@ -98,6 +99,9 @@ def _checked(config: ServerConfig) -> ServerConfig:
         raise ConfigError("--api-key must not be empty.")
     if config.served_model_name is not None and not all(config.served_model_name):
         raise ConfigError("--served-model-name must not be empty.")
+    for name in config.served_model_name or ():
+        if not name.isprintable():
+            raise ConfigError(f"--served-model-name must be printable, on one line, got {name!r}.")
     check_listening(config)
     return config
 

@@ -55,6 +55,7 @@ class HttpMetricsMiddleware:
         self._is_logged = is_logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; observe it at its end, however it ends. One without an answer counts as a 500."""
         if scope["type"] != "http" or route_path(scope) in _UNCOUNTED:
             await self._app(scope, receive, send)
             return

@@ -27,8 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.config import EngineConfig, ServerConfig, Supervision
-from ..engine.errors import EngineDeadError, EngineNotReadyError, EngineRefusedError, OctavoError
-from ..engine.logs import set_up_logging
+from ..engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineNotReadyError,
+    EngineRefusedError,
+    OctavoError,
+)
+from ..engine.logs import one_line, set_up_logging
 from .api_keys import ApiKeys, api_keys
 from .banner import Console, LoggedLines, banner, watch_progress
 from .drain import Drain
@@ -84,7 +90,11 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
-    """The served names: as configured, else the folder's or file's name, or that of the Hub as given."""
+    """The served names: as configured, else the folder's or file's name, or that of the Hub as given.
+
+    Raises:
+        ConfigError: that of the folder or file holds control characters.
+    """
     if config.served_model_name:
         return config.served_model_name
     if model is None:
@@ -93,8 +103,12 @@ def model_names(model: str | None, config: ServerConfig) -> tuple[str, ...]:
 
     if is_on_hub(model):
         return (model,)
-    path = Path(model).resolve()
-    return (re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name),)
+    name = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(model).resolve().name)
+    if not name.isprintable():
+        raise ConfigError(
+            f"The model's name is not printable, on one line: {name!r}; give --served-model-name."
+        )
+    return (name,)
 
 
 def list_models(paths: Sequence[str], download_dir: str | None) -> list[LocalModel]:
@@ -135,7 +149,7 @@ async def serve(
     recorder = FlightRecorder(config.flight_recorder_steps)
     server = _make_server(engine, config, names, drain, tls, keys, recorder)
     url = url_of(config, listener)
-    out.write(f"octavo: listening on {url}, loading {names[0]}\n")
+    out.write(f"octavo: listening on {one_line(url)}, loading {names[0]}\n")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     died = asyncio.create_task(engine.wait_dead())
     announced = asyncio.create_task(_announce(engine, config, names[0], url, out))
@@ -306,7 +320,7 @@ def _report_death(engine: Engine, out: Console) -> int:
         code, reason = EXIT_REFUSED, str(error)
     except OctavoError as error:
         reason = str(error) or reason
-    out.write(f"octavo: {reason}\n")
+    out.write(f"octavo: {one_line(reason)}\n")
     return code
 
 

@@ -72,7 +72,12 @@ class _RunningTotal:
 class Metrics:
     """The registry, and the :class:`~octavo.engine.stats.StatsSink` that fills it.
 
-    ``on_stats`` is handed every snapshot too. Histograms whose buckets end at the model's window, and ``vllm:cache_config_info``, appear once
+    Args:
+        engine: Its limits and its restarts are told too.
+        model_name: The label of every metric of the engine.
+        on_stats: Is handed every snapshot too.
+
+    Histograms whose buckets end at the model's window, and ``vllm:cache_config_info``, appear once
     the engine is ready.
     """
 

@@ -25,6 +25,7 @@ class ResponseHeadersMiddleware:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and its answer with the headers; with ``Connection: close`` in a shutdown."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

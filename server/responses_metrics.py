@@ -11,7 +11,12 @@ STORE_REASON = "response_store"
 
 
 class ResponseMetrics:
-    """Gauges of the store and a counter of what it had no room for."""
+    """Gauges of the store and a counter of what it had no room for.
+
+    Args:
+        registry: Where they are added.
+        labels: Names and values, the same for each.
+    """
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         def gauge(name: str, text: str) -> Gauge:
@@ -20,7 +25,7 @@ class ResponseMetrics:
         self._stored = gauge("octavo:stored_responses", "Responses that have ended and are kept.")
         self._bytes = gauge(
             "octavo:stored_response_bytes",
-            "Bytes of kept responses and of the conversations of those in the background.",
+            "Bytes of kept responses and of those in the background, when one last began or ended.",
         )
         self._background = gauge(
             "octavo:background_responses", "Responses that are being generated in the background."

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 from ..engine.errors import InvalidRequestError, NotSupportedError
 from .fields import check_lengths, check_supported, is_neutral
 from .reports import Report, num_alternatives
+from .sampling import FIELDS
 from .schemas import GenerationFields, Int64, StreamOptions, Wire, parse
 
 LOGPROBS = "message.output_text.logprobs"
@@ -33,39 +34,13 @@ MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 
-_TAKEN = frozenset(  # of the fields that generation routes share
-    {
-        "model",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "skip_special_tokens",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "return_tokens_as_token_ids",
-        "cache_salt",
-        "priority",
-        "stream",
-        "stream_options",
-    }
-)
 _NOT_TAKEN: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),
+    "logprob_token_ids": (),
     "add_special_tokens": (False,),
     "return_token_ids": (False,),
     "echo": (False,),
@@ -85,6 +60,15 @@ _NOT_TAKEN: dict[str, tuple[Any, ...]] = {
     "response_format": (),
     "previous_input_messages": ([],),
     "enable_response_messages": (False,),
+}
+_TAKEN = frozenset(FIELDS) - _NOT_TAKEN.keys() | {  # of the fields that generation routes share
+    "model",
+    "logit_bias",
+    "return_tokens_as_token_ids",
+    "cache_salt",
+    "priority",
+    "stream",
+    "stream_options",
 }
 _HINTS = {
     "max_tokens": "max_output_tokens is its name here",

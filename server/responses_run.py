@@ -23,8 +23,24 @@ from .responses_store import ResponseStore, Running
 logger = logging.getLogger(__name__)
 
 
-async def finish(state: ResponseState, stream: RequestStream) -> None:
+OUTGROWN = Failure(
+    503,
+    "The response outgrew the store for responses in the background (--response-store-bytes).",
+    code="response_store_full",
+)
+
+
+class OutgrownError(Exception):
+    """The store has no room for more of a response in the background."""
+
+
+async def finish(
+    state: ResponseState, stream: RequestStream, on_growth: Callable[[], None] = lambda: None
+) -> None:
     """Generate all of it.
+
+    Args:
+        on_growth: Called when more of it is there; what it raises ends it.
 
     Raises:
         EngineDeadError, GenerationFailedError: it cannot be.
@@ -32,6 +48,7 @@ async def finish(state: ResponseState, stream: RequestStream) -> None:
     async with aclosing(pieces(stream, state.report, state.usage)) as parts:
         async for one, tokens in parts:
             state.add(one, tokens)
+            on_growth()
 
 
 async def events(
@@ -98,11 +115,18 @@ class Background:
             running.task.cancel()
 
     async def _work(self, running: Running) -> None:
+        def on_growth() -> None:
+            if not running.state.is_ended and not self._store.has_room_for(running):
+                raise OutgrownError
+
         try:
             if running.log is None:
-                await finish(running.state, running.stream)
+                await finish(running.state, running.stream, on_growth)
             else:
-                await _log(running.log, events(running.state, running.stream, running.writer))
+                parts = events(running.state, running.stream, running.writer)
+                await _log(running.log, parts, on_growth)
+        except OutgrownError:
+            _outgrow(running)
         except (EngineDeadError, GenerationFailedError) as error:
             _fail(running, describe(error))
         except Exception:
@@ -125,10 +149,22 @@ class Background:
             self._drain.leave()
 
 
-async def _log(log: EventLog, batches: AsyncGenerator[list[bytes]]) -> None:
+async def _log(
+    log: EventLog, batches: AsyncGenerator[list[bytes]], on_growth: Callable[[], None]
+) -> None:
     async with aclosing(batches) as closed:
         async for batch in closed:
             log.append(batch)
+            on_growth()
+
+
+def _outgrow(running: Running) -> None:
+    """End it; who reads its events hears of it, and what stays is the reason alone."""
+    running.state.outgrow(OUTGROWN)
+    if running.log is not None:
+        running.log.append(running.writer.closing())
+        running.log.close()
+        running.log = None
 
 
 def _fail(running: Running, failure: Failure) -> None:

@@ -6,6 +6,7 @@ Must not know events, the store or the engine's streams.
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from enum import StrEnum
@@ -35,6 +36,7 @@ _ENDS = {
     FinishReason.LENGTH: Status.INCOMPLETE,
     FinishReason.ABORT: Status.CANCELLED,
 }
+_LOGPROB_BYTES = 256  # of one token's
 
 
 def new_response_id() -> str:
@@ -100,6 +102,7 @@ class ResponseState:
         self._asked = asked
         self._created_at = int(time.time())
         self._completed_at: int | None = None
+        self.num_bytes = 0  # of text and log-probabilities so far, about
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._failure: Failure | None = None
@@ -123,6 +126,10 @@ class ResponseState:
         told = chat_logprobs(tokens, self.report)
         logprobs: list[dict[str, Any]] = told["content"] if told else []
         self._logprobs += logprobs
+        self.num_bytes += sys.getsizeof(one.text)
+        self.num_bytes += sum(
+            _LOGPROB_BYTES * (1 + len(token["top_logprobs"])) for token in logprobs
+        )
         if one.finish_reason is not None:
             self._has_usage = True
             self._end(_ENDS[one.finish_reason])
@@ -136,6 +143,13 @@ class ResponseState:
         """It ends, and its text is worth nothing."""
         self._failure = failure
         self._end(Status.FAILED)
+
+    def outgrow(self, failure: Failure) -> None:
+        """As :meth:`fail`; its text is forgotten, as there is no room for it."""
+        self._text.clear()
+        self._logprobs.clear()
+        self._has_begun = False
+        self.fail(failure)
 
     def _end(self, status: Status) -> None:
         self.status = status

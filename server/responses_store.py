@@ -2,7 +2,7 @@
 
 Bounded in number and in bytes; each response counts with its whole conversation, so that those before it
 may go. The least recently used goes first. Responses that are being generated in the background stay, and
-no more of them begin than there is room for.
+no more of them begin than there is room for; one that grows past the room that is left has to end.
 """
 
 from __future__ import annotations
@@ -62,13 +62,16 @@ class Running:
     log: EventLog | None = None  # where its events are wanted
     task: asyncio.Task[None] | None = None
     num_item_bytes: int = field(init=False)
+    num_counted_bytes: int = field(init=False, default=0)  # by the store
 
     def __post_init__(self) -> None:
         self.num_item_bytes = sum(item.num_bytes for item in self.items)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_item_bytes + (self.log.num_bytes if self.log else 0)
+        """Of the conversation, and of the answer so far."""
+        events = self.log.num_bytes if self.log else 0
+        return self.num_item_bytes + self.state.num_bytes + events
 
     @property
     def output(self) -> Sequence[Item]:
@@ -114,15 +117,12 @@ class ResponseStore:
         self._running: dict[str, Running] = {}
         self._ended: OrderedDict[str, Stored] = OrderedDict()  # least recently used first
         self._num_ended_bytes = 0
+        self._num_running_bytes = 0
 
     @property
     def is_on(self) -> bool:
         """Whether anything is kept at all."""
         return self._max_responses > 0
-
-    @property
-    def _num_running_bytes(self) -> int:
-        return sum(running.num_bytes for running in self._running.values())
 
     def get(self, response_id: str, owner: str | None) -> Entry | None:
         """The response, if it is ``owner``'s; it is then the most recently used."""
@@ -158,7 +158,24 @@ class ResponseStore:
     def begin(self, running: Running) -> None:
         """Keep a response until :meth:`settle`, whatever happens."""
         self._running[running.id] = running
+        self._count(running)
         self._evict()
+
+    def has_room_for(self, running: Running) -> bool:
+        """Count what a response in the background has grown by; those that have ended make room for it.
+
+        Returns:
+            Whether there is so much.
+        """
+        self._count(running)
+        if self._num_running_bytes + self._num_ended_bytes > self._max_bytes:
+            self._evict()
+        return self._num_running_bytes <= self._max_bytes
+
+    def _count(self, running: Running) -> None:
+        num_bytes = running.num_bytes
+        self._num_running_bytes += num_bytes - running.num_counted_bytes
+        running.num_counted_bytes = num_bytes
 
     def settle(self, running: Running) -> bool:
         """A response in the background has ended.
@@ -168,6 +185,7 @@ class ResponseStore:
         """
         if self._running.pop(running.id, None) is None:
             return False
+        self._num_running_bytes -= running.num_counted_bytes
         self.keep(Stored.of(running.state, running.items, running.log))
         return True
 

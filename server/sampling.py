@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ..engine.api import SamplingParams
@@ -15,30 +16,14 @@ from ..engine.errors import InvalidRequestError
 from .reports import Report
 from .schemas import GenerationFields
 
-_FIELDS = (
-    "n",
-    "best_of",
-    "use_beam_search",
-    "length_penalty",
-    "early_stopping",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logprob_token_ids",
-    "allowed_token_ids",
-    "bad_words",
+_TRANSLATED = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "logit_bias"})
+FIELDS = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationFields.model_fields and field.name not in _TRANSLATED
 )
+"""Fields of a request that go into :class:`SamplingParams` as they are, by the same name."""
+
 _DRAWING = ("temperature", "top_p", "top_k", "min_p")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
@@ -63,8 +48,8 @@ def sampling_params(
     """
     if body.use_beam_search:  # which draws nothing
         defaults = {name: value for name, value in defaults.items() if name not in _DRAWING}
-    values = {name: defaults[name] for name in _FIELDS if defaults.get(name) is not None}
-    values |= {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    values = {name: defaults[name] for name in FIELDS if defaults.get(name) is not None}
+    values |= {name: value for name in FIELDS if (value := getattr(body, name)) is not None}
     looks_at_prompt = report.has_echo or report.num_prompt_top is not None
     limit = _max_tokens(body, least=0 if looks_at_prompt else 1)
     return SamplingParams(

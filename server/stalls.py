@@ -32,6 +32,7 @@ class StallMiddleware:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; reading its body and writing its answer are watched."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

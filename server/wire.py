@@ -277,6 +277,7 @@ class ChatWire(Wire):
         stop_reason: int | str | None,
         tokens: Tokens | None = None,
     ) -> bytes:
+        """See :meth:`Wire.closing`. What text or tokens are left come in a chunk of their own before."""
         last = {
             "index": index,
             "delta": {},

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
-from .fields import id_list, read_json
+from .fields import read_json
 from .generation import (
+    find_bos_id,
     find_chat_template,
     find_default_sampling,
     find_eos_ids,
@@ -107,13 +108,12 @@ def _open_folder(folder: Path, model_impl: str) -> Checkpoint:
     if config.get("dtype") is None and config.get("torch_dtype") is None:
         spec = replace(spec, dtype=commonest_dtype(tensor_files) or spec.dtype)
     tokenizer_path = folder / "tokenizer.json"
-    bos = id_list(config.get("bos_token_id"), f"{folder / 'config.json'}: bos_token_id")
     return Checkpoint(
         path=folder,
         kind="hf",
         spec=spec,
         eos_token_ids=find_eos_ids(folder, config, spec.vocab_size),
-        bos_token_id=bos[0] if bos else None,
+        bos_token_id=find_bos_id(folder, config, spec.vocab_size),
         default_sampling=find_default_sampling(folder),
         chat_template=find_chat_template(folder),
         tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
@@ -137,7 +137,7 @@ def _open_gguf(path: Path, model_impl: str) -> Checkpoint:
     file = open_gguf(path)
     spec = read_gguf_spec(file)
     template = file.metadata.get("tokenizer.chat_template")
-    bos = gguf_ids(file, "bos")
+    bos = gguf_ids(file, spec.vocab_size, "bos")
     return Checkpoint(
         path=path,
         kind="gguf",

@@ -115,11 +115,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def id_list(value: Any, where: str) -> tuple[int, ...]:
+def id_list(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:
     """A token id, a list of them or ``None``, as a tuple.
 
+    Args:
+        where: the file and the key, for messages.
+
     Raises:
-        CheckpointError: something else.
+        CheckpointError: something else, or an id outside the vocabulary.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
@@ -127,4 +130,17 @@ def id_list(value: Any, where: str) -> tuple[int, ...]:
             raise CheckpointError(
                 f"{where} must be a token id or a list of them, got {_shown(value)}."
             )
+        check_id(token_id, where, vocab_size)
     return tuple(ids)
+
+
+def check_id(token_id: int, where: str, vocab_size: int) -> None:
+    """Whether the model has a row for the token that ``where`` names.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if token_id >= vocab_size:
+        raise CheckpointError(
+            f"{where} names the token {token_id}, which is outside the vocabulary of {vocab_size}."
+        )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..api import SamplingParams
 from ..errors import CheckpointError, InvalidRequestError
-from .fields import id_list, read_json
+from .fields import check_id, id_list, read_json
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
@@ -19,32 +19,34 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def find_eos_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Every end id that config.json, generation_config.json or the tokenizer names.
+    """Every end id that config.json, generation_config.json or the tokenizer names, once each.
 
     Raises:
         CheckpointError: one of them is no token id of the model.
     """
-    generation = read_optional_json(folder / "generation_config.json")
-    ids = id_list(config.get("eos_token_id"), f"{folder / 'config.json'}: eos_token_id")
-    ids += id_list(
-        generation.get("eos_token_id"), f"{folder / 'generation_config.json'}: eos_token_id"
-    )
-    ids += _tokenizer_eos(folder)
-    return check_ids(ids, vocab_size, str(folder))
+    ids = _configured_ids(folder, config, "eos_token_id", vocab_size)
+    return tuple(dict.fromkeys((*ids, *_tokenizer_eos(folder, vocab_size))))
 
 
-def check_ids(ids: tuple[int, ...], vocab_size: int, where: str) -> tuple[int, ...]:
-    """``ids`` once each, in order.
+def find_bos_id(folder: Path, config: Mapping[str, Any], vocab_size: int) -> int | None:
+    """The beginning token that config.json names, else that of generation_config.json.
 
     Raises:
-        CheckpointError: one is outside the vocabulary.
+        CheckpointError: one of them is no token id of the model.
     """
-    for token_id in ids:
-        if token_id >= vocab_size:
-            raise CheckpointError(
-                f"{where}: end id {token_id} is outside the vocabulary of {vocab_size}."
-            )
-    return tuple(dict.fromkeys(ids))
+    return next(iter(_configured_ids(folder, config, "bos_token_id", vocab_size)), None)
+
+
+def _configured_ids(
+    folder: Path, config: Mapping[str, Any], key: str, vocab_size: int
+) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    files = {folder / "config.json": config, generation: read_optional_json(generation)}
+    return tuple(
+        token_id
+        for path, values in files.items()
+        for token_id in id_list(values.get(key), f"{path}: {key}", vocab_size)
+    )
 
 
 def find_chat_template(folder: Path) -> str | None:
@@ -117,14 +119,15 @@ def find_tokenizer_window(folder: Path) -> int | None:
     return int(length) if 1 <= length < 1 << 31 else None
 
 
-def _tokenizer_eos(folder: Path) -> tuple[int, ...]:
+def _tokenizer_eos(folder: Path, vocab_size: int) -> Iterator[int]:
     """The ids of ``eos_token``, a text, in tokenizer_config.json and special_tokens_map.json."""
-    config = read_optional_json(folder / "tokenizer_config.json")
+    path = folder / "tokenizer_config.json"
+    config = read_optional_json(path)
     special = read_optional_json(folder / "special_tokens_map.json")
-    texts = dict.fromkeys(_token_text(file.get("eos_token")) for file in (config, special))
-    return tuple(
-        token_id for text in texts if (token_id := _token_id(folder, config, text)) is not None
-    )
+    for text in dict.fromkeys(_token_text(file.get("eos_token")) for file in (config, special)):
+        if (token_id := _token_id(folder, config, text)) is not None:
+            check_id(token_id, f"{path}: eos_token {text!r}", vocab_size)
+            yield token_id
 
 
 def _token_text(token: Any) -> Any:

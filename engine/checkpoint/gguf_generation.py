@@ -9,7 +9,6 @@ import numpy as np
 from ..api import SamplingParams
 from ..errors import CheckpointError, InvalidRequestError
 from .fields import id_list
-from .generation import check_ids
 from .gguf_file import GGUFFile
 
 _KEY = "tokenizer.ggml."
@@ -25,15 +24,15 @@ _SAMPLING_KEYS = {
 """Of ``general.sampling.*``, to fields of :class:`SamplingParams`."""
 
 
-def gguf_ids(file: GGUFFile, *names: str) -> tuple[int, ...]:
+def gguf_ids(file: GGUFFile, vocab_size: int, *names: str) -> tuple[int, ...]:
     """The ids under ``tokenizer.ggml.NAME_token_id``, as far as there are any.
 
     Raises:
-        CheckpointError: one is no token id.
+        CheckpointError: one is no token id of the model.
     """
     ids: tuple[int, ...] = ()
     for key in (f"{_KEY}{name}_token_id" for name in names):
-        ids += id_list(file.metadata.get(key), f"{file.path}: {key}")
+        ids += id_list(file.metadata.get(key), f"{file.path}: {key}", vocab_size)
     return ids
 
 
@@ -46,17 +45,18 @@ def find_gguf_eos_ids(file: GGUFFile, vocab_size: int) -> tuple[int, ...]:
     Raises:
         CheckpointError: an id is no token of the model.
     """
-    ids = gguf_ids(file, "eos", "eot", "eom") + _ends_by_name(file)
-    return check_ids(ids, vocab_size, str(file.path))
+    ids = gguf_ids(file, vocab_size, "eos", "eot", "eom") + _ends_by_name(file, vocab_size)
+    return tuple(dict.fromkeys(ids))
 
 
-def _ends_by_name(file: GGUFFile) -> tuple[int, ...]:
+def _ends_by_name(file: GGUFFile, vocab_size: int) -> tuple[int, ...]:
     tokens = file.metadata.get(f"{_KEY}tokens")
     types = file.metadata.get(f"{_KEY}token_type")
     if not isinstance(tokens, list) or not isinstance(types, np.ndarray):
         return ()
     controls = np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist()
-    return tuple(token_id for token_id in controls if tokens[token_id] in _ENDS_OF_TURN)
+    ids = [token_id for token_id in controls if tokens[token_id] in _ENDS_OF_TURN]
+    return id_list(ids, f"{file.path}: {_KEY}tokens", vocab_size)
 
 
 def find_gguf_sampling(file: GGUFFile) -> dict[str, Any]:

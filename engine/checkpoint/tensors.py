@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from ..errors import CheckpointError
 from .checkpoint import Checkpoint
 from .families import family_of
+from .fused_experts import split_experts
 from .gguf_config import ROPE_TENSORS
 from .gguf_file import GGUFFile
 from .safetensors_files import tensor_headers
@@ -23,7 +24,7 @@ MAX_NAMED = 5  # tensors listed in one message
 
 
 def tensor_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Of every tensor in the files, by the files' own names.
+    """Of every tensor in the files, by the files' own names; of each expert's matrices, if they are fused.
 
     Raises:
         CheckpointError: a file cannot be read, or a tensor that is not ignored does not hold
@@ -43,7 +44,9 @@ def tensor_shapes(checkpoint: Checkpoint) -> Shapes:
                     f"{path}: tensor {name} has type {dtype}; octavo reads {', '.join(FLOAT_TYPES)}."
                 )
             shapes[name] = shape
-    return shapes
+    if not is_own:
+        return shapes
+    return split_experts(shapes, family_of(spec.architecture).folder_name, str(checkpoint.path))
 
 
 def _is_ignored(spec: ModelSpec, name: str) -> bool:

@@ -23,7 +23,18 @@ from .weights import Weights
 
 
 class Attention:
-    """Grouped-query attention of one layer."""
+    """Grouped-query attention of one layer.
+
+    Args:
+        spec: the model; ``spec.layer(index)`` says the layer's window and rope.
+        index: of the layer, from 0.
+        weights: its tensors are read and packed here, and kept in packed form only.
+        ops: computes everything.
+        rotary: the angles that layers share.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
 
     def __init__(
         self, spec: ModelSpec, index: int, weights: Weights, ops: Ops, rotary: RotaryTables
@@ -55,6 +66,10 @@ class Attention:
         cache: LayerKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:  # [num_tokens, hidden_size]
+        """Store the tokens' keys and values in ``cache``, then let each token look at its sequence so far.
+
+        Activations, in and out, are of the weights' dtype.
+        """
         spec, ops, slots = self.spec, self.ops, metadata.slot_mapping
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         q = heads[:, : spec.num_q_heads]
@@ -169,6 +184,10 @@ class DecoderLayer:
         cache: LayerKVCache,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:  # x and residual of the next layer
+        """Compute the layer; activations, in and out, are of the weights' dtype.
+
+        ``residual`` may be overwritten. What comes back as x has gone through ``next_norm``, if there is one.
+        """
         if self.spec.is_parallel:
             looked_at = x if self.middle_norm is None else self.middle_norm(residual)
             x = self.ops.add(self.attention(x, positions, cache, metadata), self.mlp(looked_at))
@@ -225,6 +244,7 @@ class Decoder:
         kv_caches: Sequence[LayerKVCache],
         metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
+        """See :meth:`.model.Model.forward`."""
         x = residual = self.embed(token_ids)
         first_norms = [layer.first_norm for layer in self.layers]
         if first_norms[0] is not None:

@@ -30,7 +30,7 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
         ``[num_numbers]`` of ``dtype``, in memory of its own.
     """
     if type in _FLOATS:
-        return data.view(_FLOATS[type]).to(dtype, copy=True)
+        return as_numbers(data, type).to(dtype, copy=True)
     numbers, block_bytes = BLOCK_LAYOUTS[type]
     blocks = data.view(-1, block_bytes)
     values = torch.empty(blocks.shape[0], numbers, dtype=dtype)
@@ -38,6 +38,11 @@ def dequantize(data: Tensor, type: str, dtype: torch.dtype) -> Tensor:
     for start in range(0, blocks.shape[0], step):
         values[start : start + step] = _BLOCKS[type](blocks[start : start + step])
     return values.view(-1)
+
+
+def as_numbers(data: Tensor, type: str) -> Tensor:
+    """``data``, ``[num_bytes]`` uint8, as the numbers of a type without blocks that it holds: no copy."""
+    return data.view(_FLOATS[type])
 
 
 def to_q8_0(data: Tensor, type: str) -> Tensor:

@@ -41,7 +41,7 @@ def load_model(
 
     Raises:
         CheckpointError: the architecture is not supported; a tensor is missing, unexpected or of
-            another shape or type; a file is damaged.
+            another shape or type, or holds NaN or infinity; a file is damaged.
     """
     spec = checkpoint.spec
     if max_model_len is not None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import QuantizedRows
-from ..checkpoint.gguf_file import GGUFFile
+from ..checkpoint.gguf_file import GGUFFile, GGUFTensor
 from ..checkpoint.spec import ModelSpec
 from ..checkpoint.tensors import Shapes
-from .dequantize import AS_Q8_0, QUANTIZED_TYPES, dequantize, to_q8_0
+from .dequantize import AS_Q8_0, QUANTIZED_TYPES, as_numbers, dequantize, to_q8_0
 from .family import Family
+from .finite import are_scales_finite, is_finite, not_finite
 
 _MATRIX = re.compile(r"(?P<module>.*)\[(?P<index>\d+)\](?P<kind>[^\[\]]*)")
 
@@ -29,6 +30,7 @@ class GGUFWeights:
         self._family = family
         self._kept: Counter[str] = Counter()  # quantised matrices, by what became of them
         self._widened: Counter[str] = Counter()
+        self._checked: set[str] = set()  # own names of what holds numbers, all of them finite
 
     def own_name(self, name: str) -> str:
         return self._family.gguf_name(self._spec, name)
@@ -66,7 +68,19 @@ class GGUFWeights:
         data = torch.from_numpy(self._file.read(name))
         if matrix := _MATRIX.fullmatch(own_name):
             data = data.view(tensor.shape[0], -1)[int(matrix["index"])]
+        if own_name not in self._checked:  # a tied embedding comes twice
+            self._check_finite(tensor, data)
+            self._checked.add(own_name)
         return data, tensor.type
+
+    def _check_finite(self, tensor: GGUFTensor, data: Tensor) -> None:
+        """Look at one tensor or matrix, ``[num_bytes]`` uint8."""
+        if tensor.type in QUANTIZED_TYPES:
+            is_sound = are_scales_finite(data, tensor.type)
+        else:
+            is_sound = is_finite(as_numbers(data, tensor.type))
+        if not is_sound:
+            raise not_finite(tensor.path, tensor.name)
 
     def storage(self) -> str:
         """What became of the quantised matrices that were read, for the log."""

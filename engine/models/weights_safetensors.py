@@ -10,10 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..checkpoint.fused_experts import fused_place
 from ..checkpoint.spec import ModelSpec
 from ..checkpoint.tensors import Shapes
 from ..errors import CheckpointError
 from .family import Family
+from .finite import is_finite, not_finite
 
 
 class SafetensorsWeights:
@@ -45,9 +47,23 @@ class SafetensorsWeights:
         return self._family.folder_name(name)
 
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
-        own_name = self.own_name(name)
-        tensor: Tensor = self._handle(own_name).get_tensor(own_name)
+        stored, tensor = self._read(name)
+        if not is_finite(tensor):
+            raise not_finite(self._files[stored], stored)
         return self._family.arrange(self._spec, name, tensor.to(dtype, copy=True))
+
+    def _read(self, name: str) -> tuple[str, Tensor]:
+        """The tensor of the files that holds ``name``, and what it holds of it, mapped."""
+        stored = self.own_name(name)
+        if stored not in self._files:  # the folder has fused experts
+            place = fused_place(name)
+            if place is not None:
+                matrices = self._handle(place.tensor).get_slice(place.tensor)
+                num_rows = matrices.get_shape()[1] // place.num_parts
+                rows = slice(place.part * num_rows, (place.part + 1) * num_rows)
+                return place.tensor, matrices[place.expert : place.expert + 1, rows][0]
+            stored = name
+        return stored, self._handle(stored).get_tensor(stored)
 
     def block_type(self, name: str) -> None:
         """Safetensors hold numbers."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import tokenizers
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.fields import check_id
 from ..errors import CheckpointError, InvalidRequestError
 from .gguf_tokenizer import build_gguf_tokenizer, special_token
 from .hf_tokenizer import find_tokenizer_file, read_hf_tokenizer
@@ -166,7 +167,8 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer_path: str | None = None) ->
         tokenizer_path: a folder with ``tokenizer.json``, or that file (``--tokenizer``).
 
     Raises:
-        CheckpointError: there is no tokenizer, or none that octavo can use.
+        CheckpointError: there is no tokenizer, none that octavo can use, or its beginning or end token is
+            outside the model's vocabulary.
     """
     num_rows = checkpoint.spec.vocab_size
     if tokenizer_path is None and checkpoint.gguf is not None:
@@ -180,6 +182,9 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer_path: str | None = None) ->
         )
     file = find_tokenizer_file(tokenizer_path or checkpoint.tokenizer_path or checkpoint.path)
     backend, bos_token, eos_token = read_hf_tokenizer(file)
+    for name, text in (("bos_token", bos_token), ("eos_token", eos_token)):
+        if text is not None and (token_id := backend.token_to_id(text)) is not None:
+            check_id(token_id, f"{file}: {name} {text!r}", num_rows)
     return Tokenizer(
         backend, num_rows=num_rows, bos_token=bos_token, eos_token=eos_token, origin=str(file)
     )

@@ -343,7 +343,8 @@ def _weights(vocab: int, nan_token: int | None) -> dict[str, Any]:
     tensors = {"model.embed_tokens.weight": weight(vocab, 32)}
     if nan_token is not None:
         tensors["lm_head.weight"] = weight(vocab, 32)
-        tensors["model.embed_tokens.weight"][nan_token] = np.nan
+        tensors["model.embed_tokens.weight"][:, 0] = 0
+        tensors["model.embed_tokens.weight"][nan_token, 0] = 4  # overflows in the first norm
     for layer in range(2):
         prefix = f"model.layers.{layer}"
         for name, shape in (
@@ -358,6 +359,8 @@ def _weights(vocab: int, nan_token: int | None) -> dict[str, Any]:
             tensors[f"{prefix}.{name}.weight"] = weight(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}.{name}.weight"] = np.ones(32, np.float32)
+    if nan_token is not None:
+        tensors["model.layers.0.input_layernorm.weight"][0] = 3e38
     tensors["model.norm.weight"] = np.ones(32, np.float32)
     return tensors
 

@@ -173,10 +173,20 @@ def test_config_that_is_no_object(folder: Path, text: str) -> None:
     refused(folder, r"config\.json (is not valid JSON|must hold one JSON object)")
 
 
-@pytest.mark.parametrize("eos", ["</s>", -1, True, [1, "x"], 96])
-def test_end_ids_that_are_none(folder: Path, eos: Any) -> None:
-    edit_json(folder / "config.json", eos_token_id=eos)
-    refused(folder, "eos_token_id must be a token id|end id 96 is outside the vocabulary of 96")
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["</s>", -1, True, [1, "x"], 96, [1, 96]])
+def test_ends_of_text_that_are_no_tokens(folder: Path, name: str, key: str, value: Any) -> None:
+    (folder / "generation_config.json").write_text("{}")
+    edit_json(folder / name, **{key: value})
+    why = "must be a token id|names the token 96, which is outside the vocabulary of 96"
+    refused(folder, rf"/{re.escape(name)}: {key} ({why})")
+
+
+def test_an_end_token_outside_the_vocabulary(folder: Path) -> None:
+    token = {"eos_token": "<end>", "added_tokens_decoder": {"96": {"content": "<end>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(token))
+    refused(folder, r"/tokenizer_config\.json: eos_token '<end>' names the token 96, .* of 96")
 
 
 def test_an_architecture_without_a_model() -> None:
@@ -416,7 +426,9 @@ SIZES = {
         ({"value_length": 8}, "attention.value_length must be 16"),
         ({"rope_dimension_count": 8}, "rope.dimension_count must be the head's size 16"),
         ({"rope_scaling_type": gguf.RopeScalingType.LONGROPE}, "longrope without the tensor rope_"),
-        ({"eos_token_id": 96}, "end id 96 is outside the vocabulary of 96"),
+        ({"eos_token_id": 96}, r"ggml\.eos_token_id names the token 96, .* vocabulary of 96"),
+        ({"eot_token_id": 96}, r"ggml\.eot_token_id names the token 96, .* vocabulary of 96"),
+        ({"bos_token_id": 96}, r"ggml\.bos_token_id names the token 96, .* vocabulary of 96"),
         ({"block_count": 2**31 - 1, "architecture": "gemma2"}, "2147483647 layers"),
         ({"layer_norm_eps": [1.0, 2.0]}, "layer_norm_epsilon must be a positive number"),
         ({"sampling_top_k": [1, 2]}, r"general\.sampling: top_k must be"),

@@ -60,3 +60,26 @@ def test_every_op_has_a_docstring(root: Path) -> None:
     methods = [member for member in ops.body if isinstance(member, ast.FunctionDef)]
     assert len(methods) >= 10
     assert [method.name for method in methods if not ast.get_docstring(method)] == []
+
+
+LONG = 15
+
+
+def _long_undocumented(path: Path) -> Iterator[str]:
+    """Public functions and methods of many lines without a docstring; a constructor's is its class's."""
+    tree = ast.parse(path.read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for body in (tree.body, *(node.body for node in classes if not node.name.startswith("_"))):
+        for node in body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_public = node.name == "__call__" or not node.name.startswith("_")
+            is_long = (node.end_lineno or 0) - node.lineno + 1 >= LONG
+            if is_public and is_long and not ast.get_docstring(node):
+                yield f"{path.name}: {node.name}"
+
+
+def test_long_public_functions_have_docstrings(root: Path) -> None:
+    paths = [root / "engine/models/decoder.py", *sorted((root / "server").glob("*.py"))]
+    assert len(paths) > 10
+    assert [name for path in paths for name in _long_undocumented(path)] == []

@@ -158,6 +158,8 @@ def test_wrong_files(
         (["--zzzzzz"], "see octavo serve --help"),
         (["--api-keyy=hunter2"], "did you mean --api-key?"),
         (["--api-key", ""], "--api-key must not be empty"),
+        (["--served-model-name", "a", "b\nc"], "must be printable, on one line, got 'b\\nc'"),
+        (["--served-model-name", "a\x1b[2J"], "must be printable, on one line, got 'a\\x1b[2J'"),
         (["a", "--model", "b"], "exclude each other"),
         (["a", "b"], "'b'"),
     ],
@@ -224,8 +226,8 @@ def test_refusals_of_the_start_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_configs: Any) -> int:
-        raise ConfigError("model: no such file.")
+        raise ConfigError("mo\ndel: no such file.")
 
     monkeypatch.setattr("octavo.server.launch.run", refuse)
-    assert main(["serve", "model"]) == 2
-    assert capsys.readouterr().err == "octavo: model: no such file.\n"
+    assert main(["serve", "mo\ndel"]) == 2
+    assert capsys.readouterr().err == "octavo: mo\\ndel: no such file.\n"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from octavo import server
+from octavo.engine.api import SamplingParams
 from octavo.server.fields import NO_EFFECT, NOT_SUPPORTED
 from octavo.server.schemas import ChatCompletionRequest, CompletionRequest
 
@@ -228,3 +234,21 @@ async def test_the_model_s_defaults_apply_and_show(
     rendered = (await client.post(f"{route}/render", json=BODIES[route])).json()
     shown = rendered[0] if isinstance(rendered, list) else rendered
     assert shown["sampling_params"]["temperature"] == 0.25
+
+
+def _listed_names(path: Path) -> Iterator[set[str]]:
+    """The texts of each list, tuple and set that a module spells out."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            parts = [part.value for part in node.elts if isinstance(part, ast.Constant)]
+            yield {part for part in parts if isinstance(part, str)}
+
+
+def test_no_route_lists_the_sampling_fields_anew() -> None:
+    """A field of ``SamplingParams`` that a list here lacked would be dropped in silence."""
+    names = {field.name for field in fields(SamplingParams)}
+    paths = sorted(Path(server.__path__[0]).glob("*.py"))
+    assert len(paths) > 10
+    assert [
+        path.name for path in paths for listed in _listed_names(path) if len(listed & names) > 8
+    ] == []

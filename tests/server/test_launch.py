@@ -105,6 +105,18 @@ def test_model_names(model: str | None, configured: Any, expected: tuple[str, ..
     assert model_names(model, ServerConfig(served_model_name=configured)) == expected
 
 
+@pytest.mark.parametrize("path", ["/models/a\nb", "/models/a\x1b[2J.gguf", "/models/a\u2028b"])
+def test_a_name_that_would_forge_lines_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"'a\\.*; give --served-model-name"):
+        model_names(path, ServerConfig())
+    assert model_names(path, ServerConfig(served_model_name=("a",))) == ("a",)
+
+
+def test_paths_stay_on_the_lines_that_the_banner_has_for_them(engine: FakeEngine) -> None:
+    lines = banner.banner(engine.info, "a", "unix:/run/a\nocta", needs_key=False).splitlines()
+    assert r"  URL               unix:/run/a\nocta" in lines
+
+
 def test_curl_line_is_safe_to_paste() -> None:
     line = curl_line("it's", "http://x", needs_key=True)
     assert "$OCTAVO_API_KEY" in line

@@ -45,6 +45,17 @@ def test_a_json_line_is_one_object() -> None:
     assert "RuntimeError: broke" in json.loads(text)["exception"]
 
 
+def test_a_path_makes_no_line_of_its_own() -> None:
+    """One with a line's end in it could write a line that octavo did not."""
+    text = logs._Text("server").format(record("a\n2026 ERROR b\r\x1b[2J\x85\u2028\x7fé"))
+    assert text.endswith(r"octavo.x: a\n2026 ERROR b\r\x1b[2J\x85\u2028\x7fé")
+    try:
+        raise RuntimeError("broke")
+    except RuntimeError:
+        lines = logs._Text("server").format(record("a", exc_info=True)).splitlines()
+    assert lines[-1] == "RuntimeError: broke"
+
+
 def test_what_is_for_a_terminal_becomes_lines(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         Console(LoggedLines()).write("octavo is ready\n  URL  x\n\n")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 PATH = "/v1/responses"
 TEXT = "Hello 🌶\n"
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
 ALL = [
     "response.created",
     "response.queued",
@@ -303,6 +304,38 @@ async def test_a_conversation_that_the_store_cannot_hold_is_refused(engine: Fake
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "background"
         assert "--response-store-bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"top_logprobs": 5, **LOGPROBS}])
+async def test_one_that_outgrows_the_store_ends(
+    engine: FakeEngine, options: dict[str, Any]
+) -> None:
+    engine.pieces = ["x" * 500] * 100
+    async with serving(engine, response_store_bytes=20_000) as client:
+        answer = await client.post(PATH, json={"input": "hi", "background": True, **options})
+        is_streamed = options.get("stream")
+        shape = parsed(answer.text)[-1]["response"] if is_streamed else answer.json()
+        last = await until(client, shape["id"], "failed")
+        assert "outgrew the store" in last["error"]["message"]
+        assert last["output"] == []
+        assert engine.streams[0].is_aborted
+        if is_streamed:
+            assert shape == last
+            assert len(answer.text) < 40_000
+        engine.pieces = ["x" * 5_000]  # all that was counted is free again
+        await until(client, (await create(client))["id"], "completed")
+
+
+async def test_what_has_ended_makes_room_while_one_grows(engine: FakeEngine) -> None:
+    async with serving(engine, response_store_bytes=20_000) as client:
+        first = (await client.post(PATH, json={"input": "hi"})).json()
+        engine.pieces, engine.hold_at = ["x" * 1_000] * 21, 4
+        growing = await create(client)
+        await until(client, growing["id"], "in_progress")
+        async with asyncio.timeout(5):
+            while (await client.get(f"{PATH}/{first['id']}")).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert (await get(client, growing["id"]))["status"] == "in_progress"
 
 
 async def test_a_shutdown_waits_for_it_and_then_cancels_it(engine: FakeEngine) -> None:

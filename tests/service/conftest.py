@@ -68,7 +68,8 @@ def write_model(
     tensors = {"model.embed_tokens.weight": weight(vocab, hidden)}
     if nan_token is not None:
         tensors["lm_head.weight"] = weight(vocab, hidden)
-        tensors["model.embed_tokens.weight"][nan_token] = np.nan
+        tensors["model.embed_tokens.weight"][:, 0] = 0
+        tensors["model.embed_tokens.weight"][nan_token, 0] = 4  # overflows in the first norm
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         for name, shape in {
@@ -83,6 +84,8 @@ def write_model(
             tensors[f"{prefix}{name}.weight"] = weight(*shape)
         tensors[f"{prefix}input_layernorm.weight"] = np.ones(hidden, np.float32)
         tensors[f"{prefix}post_attention_layernorm.weight"] = np.ones(hidden, np.float32)
+    if nan_token is not None:
+        tensors["model.layers.0.input_layernorm.weight"][0] = 3e38
     tensors["model.norm.weight"] = np.ones(hidden, np.float32)
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

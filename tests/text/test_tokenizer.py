@@ -70,6 +70,17 @@ def test_another_tokenizer_can_be_named(write_folder: Any) -> None:
         assert load_tokenizer(checkpoint, str(path)).encode("hi") == [HI]
 
 
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_ends_of_text_outside_the_vocabulary_are_refused(write_folder: Any, name: str) -> None:
+    """Else every text that begins with one would be refused, or none would ever end."""
+    folder = write_folder({name: "hi"})
+    with pytest.raises(
+        CheckpointError, match=rf"tokenizer\.json: {name} 'hi' names the token {HI}"
+    ):
+        load(folder, num_rows=HI)
+    assert load(folder, num_rows=HI + 1).encode("hi") == [HI]
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"model": {"type": "Martian"}}'])
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)

@@ -27,6 +27,7 @@ from ...checkpoint.fields import read_json
 from ...checkpoint.spec import ModelSpec
 from ...checkpoint.tensors import listed
 from ...errors import CheckpointError
+from ..finite import is_finite, not_finite
 from .attention import NAME, PagedAttention
 from .check import check_model, own_logits, spec_of
 from .layers import GivenHidden, PackedHead, pack
@@ -39,6 +40,8 @@ UNUSED_KEYS = (
     *("transformers_weights", "_name_or_path"),
 )
 """Keys of ``config.json`` that choose code or files."""
+
+NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_transformers_model(
@@ -127,12 +130,19 @@ def _filled(checkpoint: Checkpoint, config: Any, model_class: Any, dtype: torch.
 
 
 def _tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """The folder's own tensors, mapped."""
+    """The folder's own tensors, mapped.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tensor holds NaN or infinity.
+    """
     for path in sorted(set(files.values())):
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    yield name, opened.get_tensor(name)
+                    tensor: Tensor = opened.get_tensor(name)
+                    if tensor.dtype in NUMBERS and not is_finite(tensor):
+                        raise not_finite(path, name)
+                    yield name, tensor
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is damaged or too short: {error}.") from error
 
