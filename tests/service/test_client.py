@@ -421,19 +421,19 @@ def test_no_question_waits_for_an_engine_that_ends(tiny_model: Path, how: str) -
     async def scene() -> None:
         async with running(tiny_model) as client:
             await until(lambda: is_ready(client))
-            psutil.Process(client._life.process.pid).suspend()  # it will not answer
+            psutil.Process(client._lives.current.process.pid).suspend()  # it will not answer
             asks = (client.kv_snapshot, client.reset_prefix_cache)
             waiting = [asyncio.ensure_future(ask()) for ask in asks]
             await asyncio.sleep(0.05)
             assert not any(task.done() for task in waiting)
             if how == "killed":
-                client._life.process.kill()
+                client._lives.current.process.kill()
             else:
                 await client.close()
             for task in waiting:
                 with pytest.raises(EngineDeadError):
                     await task
-            assert client._questions == {}
+            assert client._questions._waiting == {}
 
     play(scene)
 
@@ -447,7 +447,7 @@ def test_an_answer_that_nobody_waits_for_is_dropped(tiny_model: Path) -> None:
             task.cancel()
             await client.kv_snapshot()
             client.check_alive()
-            assert client._questions == {}
+            assert client._questions._waiting == {}
 
     play(scene)
 
@@ -525,7 +525,7 @@ def test_close_ends_streams_and_leaves_no_process_or_socket(tiny_model: Path) ->
             await until(lambda: is_ready(client))
             (stream,) = await client.submit([request("a", [1], 400)])
             await stream.__anext__()
-            pid, folder = client._life.process.pid, client._life.folder
+            pid, folder = client._lives.current.process.pid, client._lives.current.folder
             await client.close()
             _, _, last = await collect(stream)
             assert last.finish_reason is FinishReason.ABORT
@@ -551,7 +551,7 @@ async def main():
     client = EngineClient(config, open_checkpoint(config.model.model),
                           [sys.executable, {str(FAKE_ENGINE)!r}], "warning")
     await client.start()
-    print(client._life.process.pid, flush=True)
+    print(client._lives.current.process.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """
@@ -578,7 +578,7 @@ def test_a_damaged_frame_ends_the_engine_loudly(tiny_model: Path, data: bytes) -
         async with running(tiny_model, "slow") as client:
             await until(lambda: is_ready(client))
             (stream,) = await client.submit([request("a", [1], 400)])
-            client._life.socket.send(data)
+            client._lives.current.socket.send(data)
             with pytest.raises(EngineDeadError, match="Error"):
                 await collect(stream)
 
@@ -641,7 +641,7 @@ def test_no_socket_file_is_left_once_the_engine_has_connected(tiny_model: Path) 
     async def scene() -> None:
         async with running(tiny_model) as client:
             await until(lambda: is_ready(client))
-            assert not client._life.folder.exists()
+            assert not client._lives.current.folder.exists()
 
     play(scene)
 
@@ -673,7 +673,7 @@ def test_tokenising_and_rendering_answer_without_computing(tiny_model: Path) -> 
             info = client.tokenizer_info()
             assert info["special_tokens"] == {"<|end|>": 256, "<|start|>": 257, "<|stop|>": 258}
             assert "generation_prompt" in info["chat_template"]
-            assert client._streams == {}  # nothing is computed
+            assert client._requests.streams == {}  # nothing is computed
 
     play(scene)
 
@@ -747,7 +747,7 @@ def test_those_who_take_hear_of_aborts_and_of_the_engines_end(tiny_model: Path) 
             assert output is not None
             assert output.outputs[0].finish_reason is FinishReason.ABORT
             calls.clear()
-            client._life.process.kill()
+            client._lives.current.process.kill()
             await until(lambda: client._death is not None)
             assert calls[-1] == "b"
             with pytest.raises(EngineDeadError):

@@ -29,7 +29,7 @@ async def serving(model: Path, limit_s: float = 0.0) -> AsyncIterator[httpx.Asyn
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as client:
             yield client
-            assert not engine._streams
+            assert not engine._requests.streams
             await until(lambda: (stats := engine.stats()) is not None and not stats.num_running)
 
 

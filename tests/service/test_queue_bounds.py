@@ -23,7 +23,7 @@ def test_a_full_queue_refuses_and_keeps_nothing(tiny_model: Path) -> None:
                 await client.submit([request("refused", [1])])
             assert refusal.value.reason == "max_num_queued_reqs"
             assert refusal.value.retry_after_s >= 0
-            assert "refused" not in client._streams
+            assert "refused" not in client._requests.streams
             snapshot = await client.kv_snapshot()
             assert {s.request_id for s in snapshot.sequences} == {s.request_id for s in streams}
             for stream in streams[:NUM_SEATS]:
@@ -70,7 +70,7 @@ def test_a_call_that_could_never_wait_is_wrong(tiny_model: Path) -> None:
             several = [request(f"r{i}", [1]) for i in range(NUM_SEATS + 3)]
             with pytest.raises(InvalidRequestError, match="3 requests would have to wait"):
                 await client.submit(several)
-            assert not client._streams
+            assert not client._requests.streams
             await client.submit(several[1:])
 
     play(scene)

@@ -28,8 +28,7 @@ from octavo.engine.errors import (
     EngineNotReadyError,
     OverloadedError,
 )
-from octavo.engine.service import client as client_module
-from octavo.engine.service import engine_life
+from octavo.engine.service import engine_life, live_requests
 from octavo.engine.service.client import EngineClient
 from octavo.engine.stats import EngineStats, RequestRecord
 
@@ -153,7 +152,7 @@ def following(token_id: int, count: int) -> list[int]:
 
 
 def kill(client: EngineClient) -> None:
-    client._life.process.kill()
+    client._lives.current.process.kill()
 
 
 async def submit(client: EngineClient, *requests: GenerationRequest) -> list[Read]:
@@ -244,12 +243,12 @@ def test_ranked_choices_that_come_farther_each_time_are_not_blamed(tiny_model: P
     async def scene() -> None:
         async with running(tiny_model, "slow") as (client, _):
             (read,) = await submit(client, request("r", [1], 60, best_of=3, seed=1))
-            state = client._streams["r"].state
+            state = client._requests.streams["r"].state
             for num_tokens in (3, 6, 9, 12):
                 await until(lambda: len(state._sequences[0].token_ids) >= num_tokens)  # noqa: B023
-                epoch = client._life.epoch
+                epoch = client._lives.current.epoch
                 kill(client)
-                await until(lambda: client._life.epoch > epoch and is_ready(client))  # noqa: B023
+                await until(lambda: client._lives.current.epoch > epoch and is_ready(client))  # noqa: B023
             await read.done
             assert read.error is None
             assert read.first == following(1, 60)
@@ -289,7 +288,7 @@ def test_nothing_fails_between_an_engine_s_end_and_the_news_of_it(
         async with running(tiny_model, "slow") as (client, _):
             old, left = await submit(client, request("old", [1], 40), request("left", [2], 40))
             await until(lambda: len(old.first) > 2)
-            socket = client._life.socket
+            socket = client._lives.current.socket
             kill(client)
             await until(lambda: not socket.poll(0, zmq.POLLOUT))
             client.abort("left")
@@ -321,7 +320,7 @@ def test_a_new_request_is_computed_by_the_next_engine(tiny_model: Path) -> None:
 def test_a_question_to_an_engine_that_dies_is_not_answered_by_the_next(tiny_model: Path) -> None:
     async def scene() -> None:
         async with running(tiny_model) as (client, _):
-            psutil.Process(client._life.process.pid).suspend()
+            psutil.Process(client._lives.current.process.pid).suspend()
             asked = asyncio.ensure_future(client.kv_snapshot())
             await asyncio.sleep(0.05)
             kill(client)
@@ -336,7 +335,7 @@ def test_a_question_to_an_engine_that_dies_is_not_answered_by_the_next(tiny_mode
 def test_only_so_many_requests_wait_for_an_engine(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "MAX_NEW_WHILE_AWAY", 3)
+    monkeypatch.setattr(live_requests, "MAX_NEW_WHILE_AWAY", 3)
 
     async def scene() -> None:
         async with running(tiny_model) as (client, _):
@@ -361,7 +360,7 @@ def test_a_stuck_engine_is_killed_and_streams_go_on(tiny_model: Path, how: str) 
     async def scene() -> None:
         mode = "slow" if how == "stopped" else "hang"
         async with running(tiny_model, mode, supervision) as (client, _):
-            process = client._life.process
+            process = client._lives.current.process
             (read,) = await submit(client, request("r", [1], 40))
             await until(lambda: len(read.first) >= 3)
             if how == "stopped":
@@ -482,8 +481,8 @@ def test_closing_while_an_engine_is_started_again_ends_everything(tiny_model: Pa
                 await client.close()
                 await read.done
                 assert read.ends == {0: FinishReason.ABORT}
-                assert client._restarting is not None
-                assert client._restarting.done()  # no other engine will be started
+                assert client._lives._restarting is not None
+                assert client._lives._restarting.done()  # no other engine will be started
                 assert psutil.Process().children() == before
 
     play(scene)
@@ -494,10 +493,10 @@ def test_a_start_that_fails_is_tried_again(tiny_model: Path) -> None:
         async with running(tiny_model) as (client, _):
             (read,) = await submit(client, request("r", [1], 40))
             await until(lambda: len(read.first) > 0)
-            command, client._command = client._command, ["/nonexistent"]
+            command, client._lives._command = client._lives._command, ["/nonexistent"]
             kill(client)
             await until(lambda: client._supervisor._num_in_vain == 2)
-            client._command = command
+            client._lives._command = command
             await read.done
             assert read.first == following(1, 40)
 
