@@ -21,7 +21,7 @@ from .api import (
     SamplingParams,
 )
 from .build import build_core, find_checkpoint, with_local_model
-from .config import EngineConfig
+from .config.engine_config import EngineConfig
 from .errors import ConfigError, InvalidRequestError, NotSupportedError
 from .scheduling.request import SequenceUpdate
 from .service.admission import Admission

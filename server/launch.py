@@ -26,7 +26,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.config import EngineConfig, ServerConfig, Supervision
+from ..engine.config.engine_config import EngineConfig
+from ..engine.config.server_config import ServerConfig
+from ..engine.config.supervision import Supervision
 from ..engine.errors import EngineDeadError, EngineNotReadyError, EngineRefusedError, OctavoError
 from ..engine.logs import set_up_logging
 from .api_keys import ApiKeys, api_keys

@@ -30,7 +30,8 @@ from ..api import (
     TextPrompt,
 )
 from ..checkpoint.checkpoint import Checkpoint
-from ..config import DEFAULT_SUPERVISION, EngineConfig, Supervision
+from ..config.engine_config import EngineConfig
+from ..config.supervision import DEFAULT_SUPERVISION, Supervision
 from ..errors import (
     ConfigError,
     EngineDeadError,
