@@ -18,7 +18,7 @@ from typing import Any
 
 from octavo.engine.api import SamplingParams
 from octavo.engine.build import build_core, find_checkpoint
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 from octavo.engine.scheduling.beam_search import BeamSearch, Candidates, Continuation
 from octavo.engine.scheduling.request import NewRequest
 from octavo.engine.text.tokenizer import load_tokenizer

@@ -14,7 +14,8 @@ from prometheus_client import Metric
 
 from octavo.engine.api import Engine
 from octavo.engine.checkpoint.families import families
-from octavo.engine.config import all_options, default_text, flag_of
+from octavo.engine.config.options import flag_of
+from octavo.engine.config.sections import all_options, default_text
 from octavo.engine.models.family import Family
 from octavo.server.metrics import Metrics
 from octavo.server.presets import preset_names
@@ -22,7 +23,7 @@ from octavo.server.presets import preset_names
 HERE = Path(__file__).resolve().parent
 
 _CONFIGURATION_HEAD = """\
-<!-- Written by `make docs` from engine/config.py. -->
+<!-- Written by `make docs` from engine/config/. -->
 
 # Configuration
 

@@ -20,18 +20,11 @@ from .checkpoint.hub.fetch import Fetch
 from .checkpoint.hub.names import HubModel, hub_model
 from .checkpoint.kv_groups import kv_groups
 from .checkpoint.spec import auto_dtype
-from .config import (
-    DEFAULT_SUPERVISION,
-    EngineConfig,
-    SchedulerConfig,
-    StepLimits,
-    Supervision,
-    check_preemption,
-    flag_of,
-    kernel_cache_dir,
-    num_cpu_threads,
-    step_limits,
-)
+from .config.engine_config import EngineConfig, SchedulerConfig, check_preemption
+from .config.environment import kernel_cache_dir, num_cpu_threads
+from .config.options import flag_of
+from .config.step_limits import StepLimits, step_limits
+from .config.supervision import DEFAULT_SUPERVISION, Supervision
 from .errors import ConfigError
 from .memory.block_demand import BlockDemand
 from .service.core import EngineCore
@@ -150,7 +143,7 @@ def list_models(paths: Sequence[str] = (), cache_dir: str | None = None) -> list
     """The models of ``paths``, the embedded one and those of the Hub's cache, and whether they fit here."""
     from ..kernels.cpu_build import PREPARED, find_compiler
     from .checkpoint import inventory
-    from .config import available_memory_bytes, cpu_has_bfloat16, free_gpu_bytes
+    from .config.machine import available_memory_bytes, cpu_has_bfloat16, free_gpu_bytes
 
     gpu_bytes = free_gpu_bytes()
     if gpu_bytes is not None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from octavo.engine.api import KVBlock, KVSequence, KVSnapshot, SamplingParams
 from octavo.engine.build import build_core, find_checkpoint
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 from octavo.engine.scheduling.request import NewRequest
 from octavo.engine.text.tokenizer import load_tokenizer
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engine.config import ServerConfig
+from ..engine.config.server_config import ServerConfig
 from ..engine.errors import ConfigError
 
 LOOK_S = 2.0

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
 from ..engine.api import Engine
-from ..engine.config import ServerConfig
+from ..engine.config.server_config import ServerConfig
 from . import response_headers
 from .api_keys import ApiKeys, api_keys
 from .auth import AuthMiddleware

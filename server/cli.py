@@ -15,14 +15,11 @@ from dataclasses import Field, fields
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..engine.config import (
-    EngineConfig,
-    ServerConfig,
-    all_options,
-    default_text,
-    flag_of,
-    resolve_server,
-)
+from ..engine.config.engine_config import EngineConfig
+from ..engine.config.environment import resolve_server
+from ..engine.config.options import flag_of
+from ..engine.config.sections import all_options, default_text
+from ..engine.config.server_config import ServerConfig
 from ..engine.errors import ConfigError
 from ..engine.logs import one_line
 from .listening import check_listening

@@ -26,7 +26,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.config import EngineConfig, ServerConfig, Supervision
+from ..engine.config.engine_config import EngineConfig
+from ..engine.config.server_config import ServerConfig
+from ..engine.config.supervision import Supervision
 from ..engine.errors import (
     ConfigError,
     EngineDeadError,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
-from ..engine.config import ServerConfig
+from ..engine.config.server_config import ServerConfig
 from ..engine.errors import ConfigError
 from .banner import base_url
 

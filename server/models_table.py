@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ..engine.api import LocalModel
-from ..engine.config import size_text
+from ..engine.config.sizes import size_text
 
 _HEAD = ("MODEL", "ARCHITECTURE", "ON DISK", "WEIGHTS", "KV/1K TOKENS", "FITS")
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import Field
 from typing import Any
 
-from ..engine.config import flag_of, parse_size
+from ..engine.config.options import flag_of
+from ..engine.config.sizes import parse_size
 from ..engine.errors import ConfigError
 
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..engine.config import flag_of
+from ..engine.config.options import flag_of
 from ..engine.errors import ConfigError
 from .option_values import parse_file_value
 from .suggestions import unknown_option

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..engine.api import RequestStream
-from ..engine.config import ServerConfig
+from ..engine.config.server_config import ServerConfig
 from ..engine.errors import InvalidRequestError, RequestError
 from .context import Context
 from .errors import ResponseNotFoundError, json_response

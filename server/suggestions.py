@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from ..engine.config import flag_of
+from ..engine.config.options import flag_of
 from .peer_flags import PEER_FLAGS
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from octavo.engine.api import EngineInfo
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 from octavo.engine.memory.kv_cache_manager import KVCacheManager
 from octavo.engine.scheduling.limits import SchedulerLimits
 from octavo.engine.scheduling.scheduler import Scheduler

@@ -9,7 +9,8 @@ from pathlib import Path
 import uvloop
 
 from octavo.engine.build import find_checkpoint
-from octavo.engine.config import EngineConfig, ServerConfig
+from octavo.engine.config.engine_config import EngineConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.service.client import EngineClient
 from octavo.server.banner import Console
 from octavo.server.launch import serve

@@ -24,7 +24,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from octavo.engine.build import find_checkpoint
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 from octavo.engine.text.tokenizer import load_tokenizer
 
 PORT, STEP_S = int(sys.argv[1]), float(sys.argv[2]) / 1000

@@ -13,7 +13,9 @@ import torch
 
 from ...kernels.ops import Ops
 from ..checkpoint.kv_groups import kv_groups, layers_per_block
-from ..config import EngineConfig, flag_of, step_limits
+from ..config.engine_config import EngineConfig
+from ..config.options import flag_of
+from ..config.step_limits import step_limits
 from ..errors import ConfigError
 from ..models.model import Model
 from .runner import ModelRunner

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 
 from ..checkpoint.kv_groups import kv_groups, layers_per_block
-from ..config import EngineConfig, available_memory_bytes, flag_of
+from ..config.engine_config import EngineConfig
+from ..config.machine import available_memory_bytes
+from ..config.options import flag_of
 from ..errors import ConfigError
 from ..models.model import Model
 from .gpu_memory import MemoryProfile, num_blocks_that_fit

@@ -22,7 +22,8 @@ from ..api import (
     RenderedRequest,
 )
 from ..checkpoint.checkpoint import Checkpoint
-from ..config import DEFAULT_SUPERVISION, EngineConfig, Supervision
+from ..config.engine_config import EngineConfig
+from ..config.supervision import DEFAULT_SUPERVISION, Supervision
 from ..errors import ConfigError, EngineDeadError, EngineNotReadyError, EngineRefusedError
 from ..stats import EngineStats, StatsSink
 from ..text.chat_template import ChatTemplate, load_chat_template

@@ -19,7 +19,9 @@ from pathlib import Path
 
 import zmq
 
-from ..config import EngineConfig, Supervision, engine_environment
+from ..config.engine_config import EngineConfig
+from ..config.environment import engine_environment
+from ..config.supervision import Supervision
 from .frames import ToEngine, encode
 from .process import Launch, pack_launch
 from .vital_signs import Signs, SignsReader, Watch, make_page

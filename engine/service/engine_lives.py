@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import zmq
 
-from ..config import EngineConfig, Supervision
+from ..config.engine_config import EngineConfig
+from ..config.supervision import Supervision
 from ..errors import ConfigError, EngineDeadError
 from .engine_life import EngineLife
 from .frames import ToEngine

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ..api import EngineInfo, FinishReason
-from ..config import SchedulerConfig
+from ..config.engine_config import SchedulerConfig
 from ..errors import EngineDeadError, InvalidRequestError, OverloadedError
 from ..text.tokenizer import Tokenizer
 from .admission import Admitted

@@ -23,7 +23,7 @@ import setproctitle
 import zmq
 
 from ..api import EngineInfo
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..logs import set_up_logging
 from ..step import StepPlan

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from ..api import EngineInfo, SamplingParams
-from ..config import SchedulerConfig, flag_of
+from ..config.engine_config import SchedulerConfig
+from ..config.options import flag_of
 from ..errors import InvalidRequestError, OverloadedError
 from .output import RequestState
 

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
-from octavo.engine.config import EngineConfig, ServerConfig
+from octavo.engine.config.engine_config import EngineConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.cli import resolve
 from octavo.server.context import Context
 from octavo.server.launch import CLOSE_TIMEOUT_S, FLUSH_TIMEOUT_S

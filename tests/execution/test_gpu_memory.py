@@ -81,7 +81,7 @@ def test_a_started_engine_leaves_the_promised_share_free(tmp_path: Path) -> None
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from octavo.engine.build import build_core
-    from octavo.engine.config import EngineConfig
+    from octavo.engine.config.engine_config import EngineConfig
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_attention_heads=4, **sizes))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.engine.config import EngineConfig, check_preemption
+from octavo.engine.config.engine_config import EngineConfig, check_preemption
 from octavo.engine.errors import ConfigError
 from octavo.engine.execution import kv_cache
 from octavo.engine.execution.gpu_memory import MemoryProfile

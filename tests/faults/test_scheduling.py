@@ -19,7 +19,7 @@ import pytest
 
 from octavo.engine.api import SamplingParams
 from octavo.engine.build import build_core
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 from octavo.engine.scheduling.request import NewRequest
 from octavo.engine.service.core import EngineCore
 

@@ -19,7 +19,8 @@ from octavo.engine.build import build_core
 from octavo.engine.checkpoint.hub.fetch import fetch
 from octavo.engine.checkpoint.hub.names import HubModel
 from octavo.engine.checkpoint.inventory import Machine, list_models
-from octavo.engine.config import EngineConfig, cpu_has_bfloat16, free_gpu_bytes
+from octavo.engine.config.engine_config import EngineConfig
+from octavo.engine.config.machine import cpu_has_bfloat16, free_gpu_bytes
 from octavo.server.cli import main
 from octavo.server.models_table import render
 

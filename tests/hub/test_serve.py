@@ -217,7 +217,7 @@ def test_a_local_model_never_brings_the_hubs_library(model_folder: Path) -> None
     code = (
         "import sys\n"
         "from octavo.engine.build import find_checkpoint\n"
-        "from octavo.engine.config import EngineConfig\n"
+        "from octavo.engine.config.engine_config import EngineConfig\n"
         "import octavo.server.launch, octavo.server.cli, octavo.engine.service.fetching\n"
         f"find_checkpoint(EngineConfig.from_options({{'model': {str(model_folder)!r}}}))\n"
         "sys.exit('huggingface_hub' in sys.modules)\n"

@@ -14,7 +14,7 @@ import torch
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.checkpoint.gguf_file import GGUFFile
 from octavo.engine.checkpoint.gguf_split import open_gguf
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.errors import CheckpointError
 from octavo.kernels.reference import ReferenceOps
 from octavo.server.launch import model_names

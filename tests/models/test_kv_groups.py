@@ -217,7 +217,7 @@ def test_what_fell_out_of_a_window_is_never_read(
         enable_prefix_caching=False,
         max_num_batched_tokens=23,
     )
-    core: Any = engine.llm._core
+    core: Any = engine.llm._engine._core
     step, pool, caches = core.step, core._scheduler.memory.pool, core._executor._kv_caches
     most_used = 0
 

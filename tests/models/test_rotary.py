@@ -15,7 +15,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from octavo.engine.build import build_core
 from octavo.engine.checkpoint.hf_config import read_spec
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 from octavo.engine.errors import ConfigError
 from octavo.engine.models.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.ops import Ops

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.config import all_options, default_text, flag_of
+from octavo.engine.config.options import flag_of
+from octavo.engine.config.sections import all_options, default_text
 from octavo.engine.errors import ConfigError
 from octavo.server.cli import main, resolve
 

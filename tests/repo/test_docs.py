@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from octavo import __version__
-from octavo.engine.config import all_options, default_text, flag_of
+from octavo.engine.config.options import flag_of
+from octavo.engine.config.sections import all_options, default_text
 
 PATH_IN_TEXT = re.compile(
     r"`((?:server|engine|kernels|configs|tests|docs|benchmarks|deploy|examples)/[\w./-]*)`"

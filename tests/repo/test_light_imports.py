@@ -24,7 +24,12 @@ LIGHT = (
     "octavo.server.cli",
     "octavo.server.launch",
 )
-PARENTS = ("octavo.engine.memory", "octavo.engine.scheduling", "octavo.engine.models.families")
+PARENTS = (
+    "octavo.engine.config",
+    "octavo.engine.memory",
+    "octavo.engine.scheduling",
+    "octavo.engine.models.families",
+)
 HEAVY = ("torch", "transformers", "triton", "gguf")
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.engine.llm import ABSENT, LLM
+from octavo.engine.llm import LLM
+from octavo.engine.service.offline_methods import ABSENT
 from octavo.engine.service.offline_options import NEUTRAL, WITHOUT_EFFECT
 
 

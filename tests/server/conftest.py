@@ -32,7 +32,7 @@ from octavo.engine.api import (
     TextPrompt,
     TokensPrompt,
 )
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from octavo.engine.stats import EngineStats, StatsSink
 from octavo.server.app import create_app

@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from octavo.engine.api import Engine
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.api_keys import ApiKeys
 from octavo.server.app import create_app
 from octavo.server.auth import OPEN_PATHS

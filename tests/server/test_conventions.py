@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.app import create_app
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.app import create_app
 
 if TYPE_CHECKING:

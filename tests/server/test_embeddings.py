@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from octavo.engine.api import PoolingParams, TextPrompt, TokensPrompt
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.errors import OverloadedError
 from octavo.server.app import create_app
 from octavo.server.fields import NOT_SUPPORTED

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from octavo.engine.api import Engine, LoadProgress
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.errors import ConfigError, EngineNotReadyError
 from octavo.engine.stats import EngineStats
 from octavo.server import banner

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.errors import ConfigError
 from octavo.server.banner import Console, curl_line
 from octavo.server.launch import serve

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from octavo.engine import logs
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.stats import EngineStats
 from octavo.server.app import create_app
 from octavo.server.banner import Console, LoggedLines

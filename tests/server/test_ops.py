@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from octavo import __version__
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.app import create_app
 from octavo.server.drain import Drain
 

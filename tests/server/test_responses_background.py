@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from octavo.engine.api import GenerationRequest, RequestStream
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.app import create_app
 from octavo.server.drain import Drain
 from octavo.server.responses_events import EventLog

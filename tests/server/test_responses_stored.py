@@ -13,7 +13,7 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from octavo.engine.api import ChatPrompt
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.app import create_app
 
 if TYPE_CHECKING:

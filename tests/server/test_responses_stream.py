@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.app import create_app
 
 if TYPE_CHECKING:

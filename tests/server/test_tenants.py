@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.engine.errors import ConfigError
 from octavo.server import api_keys as module
 from octavo.server.api_keys import ApiKeys

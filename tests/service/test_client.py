@@ -24,7 +24,8 @@ from octavo.engine.api import (
     TokensPrompt,
 )
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
-from octavo.engine.config import EngineConfig, Supervision
+from octavo.engine.config.engine_config import EngineConfig
+from octavo.engine.config.supervision import Supervision
 from octavo.engine.errors import (
     ConfigError,
     EngineDeadError,
@@ -544,7 +545,7 @@ def test_the_engine_ends_with_its_front_end(tiny_model: Path, tmp_path: Path) ->
 import asyncio, sys, os
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
-from octavo.engine.config import EngineConfig
+from octavo.engine.config.engine_config import EngineConfig
 from octavo.engine.service.client import EngineClient
 async def main():
     config = EngineConfig.from_options(dict(model={str(tiny_model)!r}))

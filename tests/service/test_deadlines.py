@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.engine.config import ServerConfig
+from octavo.engine.config.server_config import ServerConfig
 from octavo.server.app import create_app
 from octavo.server.deadlines import GATEWAY_HEADER, TIMEOUT_HEADER
 from tests.service.test_client import is_ready, play, running, until

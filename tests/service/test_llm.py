@@ -161,7 +161,7 @@ def test_progress_bar_of_a_failure_does_not_jump_to_its_end(
     def failing_step() -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(llm._core, "step", failing_step)
+    monkeypatch.setattr(llm._engine._core, "step", failing_step)
     with pytest.raises(RuntimeError, match="broken"):
         llm.generate(["a", "b", "c"], GREEDY)
     assert "0/3" in (shown := capsys.readouterr().err)
@@ -186,7 +186,7 @@ def test_an_interrupted_step_is_not_lost_to_queued_requests(
 ) -> None:
     (alone,) = llm.generate("queued", GREEDY, use_tqdm=False)
     llm.enqueue("queued", GREEDY)
-    step, num_steps = llm._core.step, 0
+    step, num_steps = llm._engine._core.step, 0
 
     def interrupted_step() -> Any:
         nonlocal num_steps
@@ -195,7 +195,7 @@ def test_an_interrupted_step_is_not_lost_to_queued_requests(
             os.kill(os.getpid(), signal.SIGINT)
         return step()
 
-    monkeypatch.setattr(llm._core, "step", interrupted_step)
+    monkeypatch.setattr(llm._engine._core, "step", interrupted_step)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("x", GREEDY, use_tqdm=False)
     (queued,) = llm.wait_for_completion(use_tqdm=False)
@@ -204,7 +204,7 @@ def test_an_interrupted_step_is_not_lost_to_queued_requests(
 
 def test_threads_take_turns_at_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,) = llm.generate("one", GREEDY, use_tqdm=False)
-    core, num_inside, most_inside = llm._core, 0, 0
+    core, num_inside, most_inside = llm._engine._core, 0, 0
     step = core.step
 
     def slow_step() -> Any:
@@ -234,7 +234,7 @@ def test_threads_take_turns_at_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_closing_ends_what_other_threads_compute(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model))
     has_begun = threading.Event()
-    core, step = llm._core, llm._core.step
+    core, step = llm._engine._core, llm._engine._core.step
 
     def told_step() -> Any:
         has_begun.set()

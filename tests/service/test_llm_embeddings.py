@@ -119,7 +119,7 @@ def test_the_same_bits_in_any_company(tiny_model: Path, pooling: PoolingParams, 
         for _ in range(2):  # the second time prefixes are cached
             requests = [generation(f"g{k}", [9, k], 60) for k in range(4)]
             requests += [embedding(f"e{k}", PROMPTS[k], pooling) for k in (4, 3, 2, 1, 0)]
-            outputs = llm._run(llm._submit(requests, llm._admission), use_tqdm=False)
+            outputs = llm._engine.run(llm._engine.submit(requests, llm._admission), use_tqdm=False)
             packed = [output.embedding or b"" for output in outputs[:3:-1]]
             assert [np.frombuffer(one, "<f4").tolist() for one in packed] == expected
             for one, other in zip(outputs, generated, strict=False):

@@ -142,7 +142,7 @@ def test_prompts_and_arguments_are_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False, **arguments)
-    assert not llm._live
+    assert not llm._engine._live
     assert llm.stats().num_waiting == 0
 
 

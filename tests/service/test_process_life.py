@@ -19,7 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from octavo.engine.config import EngineConfig, ExecutionConfig, engine_environment
+from octavo.engine.config.engine_config import EngineConfig, ExecutionConfig
+from octavo.engine.config.environment import engine_environment
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,8 @@ from octavo.engine.api import (
     TokensPrompt,
 )
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
-from octavo.engine.config import EngineConfig, Supervision
+from octavo.engine.config.engine_config import EngineConfig
+from octavo.engine.config.supervision import Supervision
 from octavo.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,

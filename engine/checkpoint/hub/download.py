@@ -25,7 +25,7 @@ from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_fro
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tqdm import tqdm
 
-from ...config import size_text
+from ...config.sizes import size_text
 from ...errors import CheckpointError
 from ..checkpoint import check_config
 from ..safetensors_files import INDEX, shard_names
