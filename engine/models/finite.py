@@ -7,7 +7,7 @@ and fail its requests one by one. Every tensor that is read is looked at, as it 
   memory once, where ``isfinite`` also writes as many flags. A sum that overflows is looked at closely;
 * blocks of quantised numbers by the float16 scales in each. The rest of a block is whole numbers.
 
-That is a pass over memory that is read anyway, below 1% of the processor time of a start with the embedded
+That is a pass over memory that is read anyway, about 1% of the processor time of a start with the embedded
 model; so nothing is left out.
 """
 
