@@ -13,12 +13,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-import msgspec
-
+from .json_lines import encode_line
 from .responses_items import message, output_part
 from .responses_state import ResponseState, Status
 
-_encode = msgspec.json.Encoder().encode
 _DELTA = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":'
 _LAST = {Status.COMPLETED: "response.completed", Status.FAILED: "response.failed"}
 
@@ -34,7 +32,7 @@ class EventWriter:
             "output_index": 0,
             "content_index": 0,
         }
-        self._delta_place = b"," + _encode(self._place)[1:-1] + b',"delta":'
+        self._delta_place = b"," + encode_line(self._place)[1:-1] + b',"delta":'
 
     def opening(self) -> list[bytes]:
         """Before the first token."""
@@ -57,8 +55,15 @@ class EventWriter:
     def delta(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
         """More text, or log-probabilities of tokens that have none."""
         number, self._number = self._number, self._number + 1
-        told = _encode(logprobs) if logprobs else b"[]"
-        parts = (b"%d" % number, self._delta_place, _encode(text), b',"logprobs":', told, b"}\n\n")
+        told = encode_line(logprobs) if logprobs else b"[]"
+        parts = (
+            b"%d" % number,
+            self._delta_place,
+            encode_line(text),
+            b',"logprobs":',
+            told,
+            b"}\n\n",
+        )
         return _DELTA + b"".join(parts)
 
     def closing(self) -> list[bytes]:
@@ -80,7 +85,7 @@ class EventWriter:
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
-        data = _encode({"type": kind, "sequence_number": number, **fields})
+        data = encode_line({"type": kind, "sequence_number": number, **fields})
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 

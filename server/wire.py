@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from ..engine.api import FinishReason, RequestOutput
+from .json_lines import encode_line
 from .reports import (
     NOTHING,
     PromptReport,
@@ -26,7 +25,6 @@ from .reports import (
 )
 
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -66,7 +64,7 @@ def event(data: bytes) -> bytes:
 
 def error_event(body: Mapping[str, Any]) -> bytes:
     """The event that ends a stream which failed, before ``[DONE]``."""
-    return event(_encode(body))
+    return event(encode_line(body))
 
 
 class Wire(ABC):
@@ -93,7 +91,7 @@ class Wire(ABC):
         self.report = report
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
         opening = {"id": response_id, "object": self.chunk_name, **self._head}
-        self._prefix = b"data: " + _encode(opening)[:-1] + b',"choices":['
+        self._prefix = b"data: " + encode_line(opening)[:-1] + b',"choices":['
         self._suffix = b',"usage":null}\n\n' if has_usage else b"}\n\n"
 
     @abstractmethod
@@ -125,11 +123,11 @@ class Wire(ABC):
 
     def repeat_usage(self, usage: Usage) -> None:
         """From here on chunks say this usage (``stream_options.continuous_usage_stats``)."""
-        self._suffix = b',"usage":' + _encode(usage.as_dict()) + b"}\n\n"
+        self._suffix = b',"usage":' + encode_line(usage.as_dict()) + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         """The extra chunk of ``stream_options.include_usage``."""
-        return self._prefix + b'],"usage":' + _encode(usage.as_dict()) + b"}\n\n"
+        return self._prefix + b'],"usage":' + encode_line(usage.as_dict()) + b"}\n\n"
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The answer to a request without ``stream``."""
@@ -187,14 +185,14 @@ class CompletionWire(Wire):
         echo, tokens = (prompt.text, prompt.tokens) if report.has_echo else ("", None)
         shape = self._shape(index, echo, tokens, None, None)
         own: dict[str, Any] = {"token_ids": []} if report.has_token_ids else {}
-        return self._chunk(_encode({**shape, **own, **self._prompt_fields(prompt)}))
+        return self._chunk(encode_line({**shape, **own, **self._prompt_fields(prompt)}))
 
     def delta(self, index: int, text: str, tokens: Tokens | None = None) -> bytes:
         if tokens is not None:
             shape = self._shape(index, text, tokens, None, None)
-            return self._chunk(_encode({**shape, **self._ids(tokens)}))
+            return self._chunk(encode_line({**shape, **self._ids(tokens)}))
         start = b'{"index":%d,"text":' % index
-        return b"".join((self._prefix, start, _encode(text), self._DELTA_END, self._suffix))
+        return b"".join((self._prefix, start, encode_line(text), self._DELTA_END, self._suffix))
 
     def closing(
         self,
@@ -205,7 +203,7 @@ class CompletionWire(Wire):
         tokens: Tokens | None = None,
     ) -> bytes:
         last = self._shape(index, text, tokens, reason, stop_reason)
-        return self._chunk(_encode({**last, **self._ids(tokens)}))
+        return self._chunk(encode_line({**last, **self._ids(tokens)}))
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text, tokens, prompt = "".join(choice.text), choice.tokens, choice.prompt
@@ -250,7 +248,7 @@ class ChatWire(Wire):
         start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % index
         more = b""
         if self.report.has_token_ids:
-            more = b',"prompt_token_ids":' + _encode(prompt_token_ids)
+            more = b',"prompt_token_ids":' + encode_line(prompt_token_ids)
         echo = self.delta(index, self.echo) if self.echo else b""
         return self._chunk(start, self._OPEN_END, more=more) + echo
 
@@ -265,9 +263,9 @@ class ChatWire(Wire):
                 "logprobs": chat_logprobs(tokens, self.report),
                 "finish_reason": None,
             }
-            return self._chunk(_encode({**shape, **self._ids(tokens)}))
+            return self._chunk(encode_line({**shape, **self._ids(tokens)}))
         start = b'{"index":%d,"delta":{"content":' % index
-        return b"".join((self._prefix, start, _encode(text), self._DELTA_END, self._suffix))
+        return b"".join((self._prefix, start, encode_line(text), self._DELTA_END, self._suffix))
 
     def closing(
         self,
@@ -286,7 +284,7 @@ class ChatWire(Wire):
             "stop_reason": stop_reason,
         }
         before = self.delta(index, text, tokens) if text or tokens else b""
-        return before + self._chunk(_encode(last))
+        return before + self._chunk(encode_line(last))
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = self.echo + "".join(choice.text)
