@@ -6,6 +6,7 @@ Owns which kind of weight a tensor becomes. A packed weight is opaque bytes for 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from enum import IntEnum
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from torch import Tensor
 from .huge_pages import empty_bytes
 
 _GROUP = 32  # weights that share a scale
+Room = Callable[[int], Tensor]
+"""Gives ``[size]`` uint8, aligned to 64 bytes: memory for what is packed."""
 
 
 class RowKind(IntEnum):
@@ -57,14 +60,16 @@ class PackedWeight(NamedTuple):
     bias: Tensor | None  # [out_features] float32
 
 
-def pack_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+def pack_weight(
+    library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None, room: Room = empty_bytes
+) -> PackedWeight:
     """Pack ``weight [out_features, in_features]``: bfloat16 as it is, any other type as float32."""
     is_bfloat16 = weight.dtype == torch.bfloat16
     kind = WeightKind.BFLOAT16 if is_bfloat16 else WeightKind.FLOAT32
     source = weight if is_bfloat16 else weight.float()
     if source.stride(1) != 1:
         source = source.contiguous()
-    return _pack(library, kind, source, source.shape[1], bias)
+    return _pack(library, kind, source, source.shape[1], bias, room)
 
 
 def pack_gguf_weight(
@@ -73,6 +78,7 @@ def pack_gguf_weight(
     kind: WeightKind,
     bias: Tensor | None = None,
     row_kind: RowKind | None = None,
+    room: Room = empty_bytes,
 ) -> PackedWeight:
     """Pack a GGUF tensor's own bytes, losslessly.
 
@@ -86,7 +92,8 @@ def pack_gguf_weight(
         raise ValueError(f"rows of {kind.name} are whole blocks of {block_bytes} bytes")
     if blocks.stride(1) != 1:
         blocks = blocks.contiguous()
-    return _pack(library, kind, blocks, blocks.shape[1] // block_bytes * _GROUP, bias, row_kind)
+    in_features = blocks.shape[1] // block_bytes * _GROUP
+    return _pack(library, kind, blocks, in_features, bias, room, row_kind)
 
 
 def _pack(
@@ -95,13 +102,14 @@ def _pack(
     source: Tensor,
     in_features: int,
     bias: Tensor | None,
+    room: Room,
     row_kind: RowKind | None = None,
 ) -> PackedWeight:
     if row_kind is None:
         row_kind = RowKind(library.octavo_row_kind(c_int64(kind)))
     out_features = source.shape[0]
     size = library.octavo_packed_size(c_int64(kind), c_int64(out_features), c_int64(in_features))
-    data = empty_bytes(size)
+    data = room(size)
     library.octavo_pack_weight(
         c_int64(kind),
         c_int64(row_kind),

@@ -25,7 +25,7 @@ class MixtureOps(ProductOps, ElementwiseOps):
         num_experts: int,
     ) -> PackedExperts:
         first, second = (
-            stack_packed((self.pack_linear(weight) for weight in weights), num_experts)
+            stack_packed(weights, lambda one, room: self._packed(one, None, room), num_experts)
             for weights in (gate_up, down)
         )
         packed = PackedExperts(first, second, num_experts)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .cpu_calls import NativeCalls, address_of, require
 from .cpu_linear import (
     PackedWeight,
+    Room,
     RowKind,
     WeightKind,
     pack_gguf_weight,
@@ -17,6 +18,7 @@ from .cpu_linear import (
     padded_size,
 )
 from .cpu_structs import Args, LikeliestArgs, LinearArgs, PackRowsArgs, program
+from .huge_pages import empty_bytes
 from .ops import QuantizedRows
 
 
@@ -37,10 +39,15 @@ class ProductOps(NativeCalls):
     def pack_linear(
         self, weight: Tensor | QuantizedRows, bias: Tensor | None = None
     ) -> PackedWeight:
+        return self._packed(weight, bias, empty_bytes)
+
+    def _packed(
+        self, weight: Tensor | QuantizedRows, bias: Tensor | None, room: Room
+    ) -> PackedWeight:
         if isinstance(weight, QuantizedRows):
             kind = WeightKind[weight.type]
-            return pack_gguf_weight(self._library, weight.blocks, kind, bias, self._row_kind)
-        return pack_weight(self._library, weight, bias)
+            return pack_gguf_weight(self._library, weight.blocks, kind, bias, self._row_kind, room)
+        return pack_weight(self._library, weight, bias, room)
 
     def pack_head(self, weight: Tensor | QuantizedRows) -> PackedWeight:
         return self.pack_linear(weight)

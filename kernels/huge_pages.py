@@ -19,14 +19,16 @@ CHUNK = 64 << 20  # bytes of a mapping; only the pages that are written take mem
 _ALIGNMENT = 64
 
 _lock = threading.Lock()
-_last: weakref.ref[mmap.mmap] | None = (
-    None  # the mapping that still has room, if a tensor lives in it
-)
-_end = 0  # of what is taken of it
+# The mapping that still has room, if a tensor lives in it, and the end of what is taken of it.
+_last: weakref.ref[mmap.mmap] | None = None
+_end = 0
 
 
 def empty_bytes(size: int) -> Tensor:
-    """``[size]`` uint8, not initialised, aligned to 64 bytes. Its mapping goes with the last tensor in it."""
+    """``[size]`` uint8, not initialised, aligned to 64 bytes. Its mapping goes with the last tensor in it.
+
+    What one tensor gives back is not taken by another: for what stays.
+    """
     global _last, _end
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)

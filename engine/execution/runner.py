@@ -336,9 +336,7 @@ class _Computed(NamedTuple):
     """What is kept of a step's forward pass."""
 
     sampled: Sequence[SampledRow]
-    tokens: (
-        Tensor | None
-    )  # [num_sampled_rows] int64, their most likely tokens if those are all they want
+    tokens: Tensor | None  # [num_sampled_rows] int64, the most likely, if those are all they want
     logits: Tensor | None  # [num_sampled_rows, vocab_size] float32 otherwise, if there are any
     scored: Tensor | None  # [num_scored_tokens, hidden_size], of the tokens before the scored ones
     pooled: Tensor | None  # [num_pooled_tokens, hidden_size]

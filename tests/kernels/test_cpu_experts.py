@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octavo.kernels import huge_pages
 from octavo.kernels.cpu_experts import PackedExperts
 from octavo.kernels.cpu_ops import CpuOps
 from octavo.kernels.ops import AttentionMetadata, QuantizedRows
@@ -191,6 +192,17 @@ def test_a_row_that_is_not_finite_stays_alone(ops: CpuOps) -> None:
     assert not out[[7, 9, 11]].isfinite().any()
     others = [row for row in range(40) if row not in (7, 9, 11)]
     assert torch.equal(out[others], clean[others])
+
+
+def test_experts_take_no_more_of_the_memory_of_weights_than_they_are(
+    ops: CpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_last", None)  # a mapping with room for all of it
+    before = huge_pages.empty_bytes(64)
+    packed = pack(ops, "bfloat16")
+    after = huge_pages.empty_bytes(64)
+    size = packed.gate_up.data.numel() + packed.down.data.numel()
+    assert after.data_ptr() - before.data_ptr() == 64 + size
 
 
 def test_experts_that_are_not_alike_are_refused(ops: CpuOps) -> None:
