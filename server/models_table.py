@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from ..engine.api import LocalModel
 from ..engine.config.sizes import size_text
+from ..engine.logs import one_line
 
 _HEAD = ("MODEL", "ARCHITECTURE", "ON DISK", "WEIGHTS", "KV/1K TOKENS", "FITS")
 
@@ -46,7 +47,8 @@ def _row(model: LocalModel) -> tuple[str, ...]:
     name = model.name if model.revision in (None, "main") else f"{model.name} ({model.revision})"
     name = "".join(char if char.isprintable() else "?" for char in name)
     if model.problem is not None:
-        return name, "-", size_text(model.size_bytes), "-", "-", f"no: {model.problem}"
+        problem = one_line(model.problem)
+        return name, "-", size_text(model.size_bytes), "-", "-", f"no: {problem}"
     return (
         name,
         str(model.architecture),

@@ -200,8 +200,10 @@ def test_wrecks_are_listed_with_what_is_wrong(
 
 
 def test_names_stay_on_their_line() -> None:
-    model = LocalModel("a\nb.gguf", "a\nb.gguf", None, 4, 10**9, problem="it is damaged.")
-    assert "a?b.gguf" in render([model], as_json=False)
+    model = LocalModel("a\nb.gguf", "a\nb.gguf", None, 4, 10**9, problem="a\nb.gguf is damaged.")
+    _, row, _ = render([model], as_json=False).splitlines()
+    assert row.startswith("a?b.gguf ")
+    assert row.endswith(r"no: a\nb.gguf is damaged.")
 
 
 def test_nothing_at_all_says_what_to_do() -> None:
