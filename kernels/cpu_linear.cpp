@@ -103,10 +103,9 @@ void note_likeliest(Likeliest* rows, int64_t count, const float* logits, int64_t
 template <typename Kernel>
 void write_tile(const LinearArgs& a, Kernel& kernel, Likeliest* likeliest, int64_t row,
                 int64_t count, const char* weight, int64_t column) {
-  float* out = a.out + row * a.out_stride + column;
-  const int64_t columns = std::min(kPanel, a.out_features - column);
+  const int64_t columns = std::min(kPanel, a.out_features - column), at = row * a.out_stride + column;
   if (columns == kPanel && a.bias == nullptr && likeliest == nullptr) {
-    kernel.run(row, count, weight, out, a.out_stride);
+    kernel.run(row, count, weight, a.out + at, a.out_stride);
     return;
   }
   alignas(64) float buffer[kMaxRows * kPanel];
@@ -116,7 +115,7 @@ void write_tile(const LinearArgs& a, Kernel& kernel, Likeliest* likeliest, int64
   }
   if (likeliest) return note_likeliest(likeliest + row, count, buffer, column, columns);
   for (int64_t r = 0; r < count; r++) {
-    std::copy(buffer + r * kPanel, buffer + r * kPanel + columns, out + r * a.out_stride);
+    std::copy(buffer + r * kPanel, buffer + r * kPanel + columns, a.out + at + r * a.out_stride);
   }
 }
 

@@ -193,7 +193,7 @@ class ModelRunner:
     def _sampled_rows(self, rows: tuple[ScheduledRow, ...]) -> list[SampledRow]:
         sampled = []
         for row in rows:
-            if not row.num_samples and not row.num_candidates:
+            if not _is_sampled(row):
                 continue
             place = self._table.place_of(row.seq_id)
             if row.start + row.num_tokens != self._table.columns["num_tokens"][place]:
@@ -203,8 +203,7 @@ class ModelRunner:
 
     def _last_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor:
         """Flat indices of the sampled rows' last tokens."""
-        is_sampled = [bool(row.num_samples or row.num_candidates) for row in rows]
-        return self._transfer.upload(inputs.last_tokens[is_sampled])[0]
+        return self._transfer.upload(inputs.last_tokens[[_is_sampled(row) for row in rows]])[0]
 
     def _scored_tokens(self, rows: tuple[ScheduledRow, ...], inputs: StepInputs) -> Tensor | None:
         """Flat indices of the tokens before those whose log-probabilities are wanted."""
@@ -366,6 +365,10 @@ class _Step:
             self._result = self._runner._finish(self._plan, self._computed, self._swap_s)
             self._computed = _NOTHING
         return self._result
+
+
+def _is_sampled(row: ScheduledRow) -> bool:
+    return bool(row.num_samples or row.num_candidates)
 
 
 def _refuse_unsupported(plan: StepPlan, num_groups: int) -> None:

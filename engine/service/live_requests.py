@@ -1,6 +1,6 @@
 """The front end's live requests: which wait, which the engine has, and what comes back for each.
 
-Owns them from their admission to their end, through the deaths of engines. Must not know processes nor HTTP.
+Owns them from their admission to their end, through the deaths of engines. Must not start or end any, nor know HTTP.
 """
 
 from __future__ import annotations
