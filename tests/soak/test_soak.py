@@ -28,8 +28,6 @@ SOAK_S = float(os.environ.get("SOAK_S") or (120 if os.environ.get("CI") else 20)
 ROUND_S = min(4.0, max(1.0, SOAK_S / 60))
 IS_LONG = SOAK_S >= 60
 NUM_CLIENTS = 12
-KEPT_WORDS = 10_000
-"""By ``tokenizers`` for each tokenizer (``DEFAULT_CACHE_CAPACITY``)."""
 GROWTH = 1.02
 """Memory after the warm-up, the later half of it beside the earlier."""
 
@@ -141,22 +139,7 @@ def test_growth_is_seen() -> None:
     assert growth([100.0 + number for number in range(30)]) > GROWTH
 
 
-async def fill_word_cache(url: str) -> None:
-    """Tokenise as many different words as the tokenizer keeps, with 2 KB for each.
-
-    What the random model says is fed to it again by conversations; so the cache would fill for hours, and look like a leak.
-    """
-    async with httpx.AsyncClient(timeout=120) as http:
-        for begin in range(0, KEPT_WORDS, NUM_CLIENTS):
-            texts = [f"{number:05d}" * 6 for number in range(begin, begin + NUM_CLIENTS)]
-            asked = (http.post(f"{url}/tokenize", json={"prompt": text}) for text in texts)
-            for answer in await asyncio.gather(*asked):
-                assert answer.status_code == 200
-
-
 def test_nothing_leaks_under_mixed_traffic_and_faults(server: Any) -> None:
-    if IS_LONG:
-        asyncio.run(fill_word_cache(server.url))
     soak = Soak(server)
     begin = time.monotonic()
     while (elapsed_s := time.monotonic() - begin) < SOAK_S:
