@@ -189,11 +189,12 @@ def test_engines_that_crash_again_and_again_still_bring_a_stream_to_its_end(
     tiny_model: Path,
 ) -> None:
     async def scene() -> None:
-        async with running(tiny_model, "crash", Supervision(max_restarts=1)) as (client, _):
-            (read,) = await submit(client, request("r", [1], 14))
+        # On a busy machine the tokens of a crashed engine may not have left it: not every death follows progress.
+        async with running(tiny_model, "crash", Supervision(max_restarts=4)) as (client, _):
+            (read,) = await submit(client, request("r", [1], 22))
             await read.done
-            assert read.first == following(1, 14)
-            assert client.num_restarts >= 3  # an engine gives four tokens at most
+            assert read.first == following(1, 22)
+            assert client.num_restarts >= 5  # an engine gives four tokens at most
 
     play(scene)
 
