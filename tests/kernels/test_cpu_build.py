@@ -618,6 +618,7 @@ NO_ROWS(gelu_rows, GeluArgs)
 NO_PART(attention_part, AttentionArgs)
 NO_PART(linear_part, LinearArgs)
 NO_PART(sort_experts_part, SortExpertsArgs)
+NO_PART(likeliest_part, LikeliestArgs)
 }  // namespace octavo
 extern "C" void nested_run(const octavo::Instruction* program, int64_t count, int64_t num_threads) {
   octavo::run_team(2, [&](int64_t rank, int64_t) {
