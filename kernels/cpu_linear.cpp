@@ -16,6 +16,7 @@
 #include "cpu_linear_amx.h"
 #include "cpu_linear_dense.h"
 #include "cpu_linear_grouped.h"
+#include "cpu_linear_screen.h"
 #include "cpu_threads.h"
 
 #include <unistd.h>
@@ -118,6 +119,29 @@ void write_tile(const LinearArgs& a, Kernel& kernel, Likeliest* likeliest, int64
     std::copy(buffer + r * kPanel, buffer + r * kPanel + columns, a.out + at + r * a.out_stride);
   }
 }
+
+#if defined(OCTAVO_AMX)
+// Multiplies in float32 the rows alone that may have their largest result here.
+void write_tile(const LinearArgs& a, AmxScreenKernel& screen, Likeliest* likeliest, int64_t row, int64_t count,
+                const char* weight, int64_t column) {
+  const int64_t columns = std::min(kPanel, a.out_features - column);
+  alignas(64) float buffer[kMaxRows * kPanel];
+  screen.run(row, count, weight, buffer, kPanel);
+  const Float32Kernel kernel(a, WeightLayout(a.kind, a.out_features, a.in_features));
+  const auto is_wanted = [&](int64_t r) { return screen.may_be_largest(row + r, buffer + r * kPanel); };
+  for (int64_t begin = 0; begin < count;) {
+    int64_t end = begin;
+    while (end < std::min(begin + Float32Kernel::kRows, count) && is_wanted(end)) end++;
+    if (end > begin) {
+      float* sums = buffer + begin * kPanel;
+      kernel.run(row + begin, end - begin, weight, sums, kPanel);
+      note_likeliest(likeliest + row + begin, end - begin, sums, column, columns);
+    }
+    for (int64_t r = row + begin; r < row + end; r++) screen.set_largest(r, largest(likeliest[r].best));
+    begin = std::max(end, begin + 1);
+  }
+}
+#endif
 
 // Unit `unit` of a group's plan.
 template <typename Kernel>
@@ -288,7 +312,12 @@ void grouped_product(const LinearArgs& a, const Team& team) {
 
 void linear_part(const LinearArgs& a, const Team& team) {
   switch (a.kind) {
-    case kWeightFloat32: return product<Float32Kernel>(a, team);
+    case kWeightFloat32:
+#if defined(OCTAVO_AMX)
+      if (AmxScreenKernel::is_for(a) && may_use_tiles())
+        return product<AmxScreenKernel>(a, team);
+#endif
+      return product<Float32Kernel>(a, team);
     case kWeightBfloat16:
 #if defined(OCTAVO_AMX)
       if (may_use_tiles()) return product<AmxBfloat16Kernel>(a, team);

@@ -4,7 +4,7 @@
 // whole of in_features, one after the other. A panel is two halves of kLanes columns. Columns past
 // out_features are zero.
 //
-//   float32   [k][2][kLanes]
+//   float32   [k][2][kLanes]. k is padded to a multiple of 32 with zeros.
 //   bfloat16  [k / 32][2][16 pairs][kLanes][2]: each [16][kLanes][2] is a tile of AMX, each row
 //             of it a vector for VDPBF16PS. k is padded to a multiple of 32 with zeros.
 //   grouped   [k / 32] of: numbers, then float16 scale d [2][kLanes], then, for Q4_1 only, float16
@@ -29,13 +29,13 @@ constexpr int64_t kPanel = 2 * kLanes;
 
 struct WeightLayout {
   int64_t panels;
-  int64_t steps;        // along in_features: numbers, or groups of 32
+  int64_t steps;        // along in_features: groups of 32
   int64_t step_bytes;   // of one panel
   int64_t panel_bytes;
 
   WeightLayout(int64_t kind, int64_t out_features, int64_t in_features)
       : panels((out_features + kPanel - 1) / kPanel),
-        steps(kind == kWeightFloat32 ? in_features : (in_features + kGroup - 1) / kGroup),
+        steps((in_features + kGroup - 1) / kGroup),
         step_bytes(kPanel * bytes_per_column(kind)),
         panel_bytes(steps * step_bytes) {}
 
@@ -44,7 +44,7 @@ struct WeightLayout {
  private:
   static int64_t bytes_per_column(int64_t kind) {
     switch (kind) {
-      case kWeightFloat32: return 4;
+      case kWeightFloat32: return 4 * kGroup;
       case kWeightBfloat16: return 2 * kGroup;
       case kWeightQ4_0: return kGroup / 2 + 2;
       case kWeightQ4_1: return kGroup / 2 + 4;

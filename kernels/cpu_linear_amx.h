@@ -42,7 +42,8 @@ class Tiles {
 // The rows of a product, and the tiles that they are multiplied in.
 class AmxRows {
  public:
-  AmxRows(const LinearArgs& a) : packed_(kRowsBfloat16, a.capacity, a.in_features), x_(a.x) {}
+  AmxRows(const LinearArgs& a) : AmxRows({kRowsBfloat16, a.capacity, a.in_features}, a.x) {}
+  AmxRows(const PackedRows& packed, const void* x) : packed_(packed), x_(x) {}
 
   int64_t bytes() const { return packed_.padded * 2; }
   void set_count(int64_t count) { tiles_.set_rows(count); }

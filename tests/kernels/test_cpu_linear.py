@@ -401,6 +401,22 @@ def test_of_equals_the_first_is_the_likeliest(native: ctypes.CDLL, num_threads: 
         weight[first] = weight[second] = 0
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-20, 1e12, 1e19, 3e37])
+@pytest.mark.parametrize("in_features", [1, 31, 96, 577])
+def test_the_likeliest_of_float32_is_found_among_near_equals(
+    native: ctypes.CDLL, in_features: int, scale: float
+) -> None:
+    """Columns differ from each other by less than bfloat16 rounds off, or by more."""
+    likely = draw(1, in_features)
+    x = torch.cat([likely + 0.3 * draw(20, in_features), draw(20, in_features)]) * scale
+    x[7] = 0
+    for spread in [0.3, 2.0**-6, 2.0**-11, 2.0**-16, 2.0**-22]:
+        weight = likely * (1 + spread * draw(3001, in_features)) / scale**0.5
+        packed = pack_weight(native, weight)
+        expected = likeliest_of_logits(linear(native, x, packed))
+        assert torch.equal(likeliest(native, x, packed, 2), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rows(native: ctypes.CDLL, kind: WeightKind) -> None:
     packed, _ = make(native, kind, 70, 96, None)
