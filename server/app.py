@@ -33,7 +33,6 @@ from .routes_ops import ops_router
 from .routes_responses import responses_router
 from .routes_tokens import tokens_router
 from .stalls import StallMiddleware
-from .turns import TurnMiddleware
 
 
 def create_app(
@@ -84,7 +83,6 @@ def create_app(
     app.add_middleware(BodyLimitMiddleware)
     if (accepted := keys or api_keys(config)) is not None:
         app.add_middleware(AuthMiddleware, keys=accepted)
-    app.add_middleware(TurnMiddleware)
     app.add_middleware(DrainMiddleware, drain=context.drain)
     app.add_middleware(
         HttpMetricsMiddleware, metrics=context.metrics.http, is_logged=config.enable_log_requests

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with limits on what comes before a request's body, and a short way out for streams.
+"""uvicorn's HTTP protocol with limits on what comes before a request's body, turns in which it is taken in, and a short
+way out for streams.
 
 A client that sends several requests at once and goes away is missed by none of them, and one that speaks
 HTTP/1.0 gets no chunks, which it does not know.
@@ -14,11 +15,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from .streaming import BODY_WRITER
+from .turns import Turns
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 8
 """With more requests waiting behind the one that is answered, a connection is not read."""
 
+_BODILESS = (b"GET ", b"HEAD ", b"OPTIONS ")
 _END = b"\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large" + _END
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout" + _END
@@ -48,6 +51,7 @@ class Outbox:
 
 
 _outboxes: WeakKeyDictionary[ServerState, Outbox] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[ServerState, Turns] = WeakKeyDictionary()
 
 
 class BodyWriter:
@@ -84,6 +88,9 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     The parser gathers them without a bound, before any route or key is looked at. A connection on which nothing
     has come yet is kept as long as an idle one.
+
+    What comes waits for its turn, and the connection is not read meanwhile. Requests without a body do not wait: they are
+    probes, and cost little.
     """
 
     head_timeout_s = 0.0
@@ -97,6 +104,9 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unanswered: list[RequestResponseCycle] = []  # in order of arrival
+        self._turns = _turns.setdefault(self.server_state, Turns())
+        self._held = b""  # waits for its turn
+        self._resumes_reading = False  # then
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -140,6 +150,33 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._held:
+            self._held += data
+        elif data.startswith(_BODILESS):
+            self._take_in(data)
+        else:
+            self._held = data
+            self._turns.call(self._take_held)
+            if self._held and not self.flow.read_paused:
+                self._resumes_reading = True
+                self.flow.pause_reading()
+
+    def shutdown(self) -> None:
+        self._take_held()  # else it counts as idle
+        super().shutdown()
+
+    def _take_held(self) -> None:
+        data, self._held = self._held, b""
+        if self.transport.is_closing():
+            return
+        if self._resumes_reading:
+            self._resumes_reading = False
+            self.flow.resume_reading()
+        if data:
+            self._take_in(data)
+
+    def _take_in(self, data: bytes) -> None:
         if not self._is_in_body:
             self._num_header_bytes += len(data)
             self._time_head()

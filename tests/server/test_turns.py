@@ -1,120 +1,219 @@
-"""Of many requests that come together, one is admitted in a turn of the event loop."""
+"""Of many requests that come together, one is taken in in a turn of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
-from octavo.server.turns import PER_TURN, TurnMiddleware, Turns
+from octavo.server.protocol import HeaderLimitProtocol
+from octavo.server.turns import PER_TURN, Turns
 from tests.server.conftest import listening
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from tests.server.conftest import FakeEngine
 
 pytestmark = pytest.mark.anyio
 
 
+ASK = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+
+
+class FakeTransport(asyncio.Transport):
+    """A connection whose other side is the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read = True
+        self.is_closed = False
+
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def write(self, data: Any) -> None:
+        raise AssertionError(data)
+
+
+class Connections:
+    """Connections of one server, and in which turns of the loop what came on them was seen."""
+
+    def __init__(self, count: int) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.read: list[tuple[str, int]] = []
+        self.turn = 0
+        self.faults: list[object] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: self.faults.append(context))
+        config = uvicorn.Config(
+            self._app,
+            interface="asgi3",
+            http=HeaderLimitProtocol,
+            ws="none",
+            log_config=None,
+            proxy_headers=False,
+        )
+        config.load()
+        state = ServerState()
+        self.all = [HeaderLimitProtocol(config, state, {}) for _ in range(count)]
+        self.transports = [FakeTransport() for _ in self.all]
+        for one, transport in zip(self.all, self.transports, strict=True):
+            one.connection_made(transport)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path"]
+        self.begun.append((name, self.turn))
+        while (await receive()).get("more_body"):
+            pass
+        self.read.append((name, self.turn))
+        await asyncio.Event().wait()
+
+    async def run(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+            self.turn += 1
+
+    def end(self) -> None:
+        for one in self.all:
+            if one.parser is not None:
+                one.connection_lost(ConnectionError())
+            for task in one.tasks:
+                task.cancel()
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[Connections]:
+    made = Connections(5 * PER_TURN)
+    yield made
+    made.end()
+    assert not made.faults
+
+
 async def test_turns_come_in_order_with_a_turn_of_the_loop_between() -> None:
     turns, seen = Turns(), list[tuple[int, int]]()
-    ticks = 0
+    ticks, num_callers = 0, 3 * PER_TURN
     loop = asyncio.get_running_loop()
 
     def tick() -> None:
         nonlocal ticks
         ticks += 1
-        if len(seen) < num_takers:
+        if len(seen) < num_callers:
             loop.call_soon(tick)
 
-    num_takers = 3 * PER_TURN
+    tick()
 
-    async def take(number: int) -> None:
-        await turns.take()
+    def note(number: int) -> None:
         seen.append((number, ticks))
 
-    tick()
-    await asyncio.gather(*(take(number) for number in range(num_takers)))
-    assert [number for number, _ in seen] == list(range(num_takers))
+    for number in range(num_callers):
+        turns.call(partial(note, number))
+    assert len(seen) == PER_TURN
+    await asyncio.sleep(0.01)
+    assert [number for number, _ in seen] == list(range(num_callers))
     assert sorted(Counter(when for _, when in seen).values()) == [PER_TURN] * 3
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
     assert turns._num_free == PER_TURN
 
 
-async def test_a_turn_that_nobody_wants_any_more_is_passed_over() -> None:
-    turns = Turns()
-    for _ in range(PER_TURN):
-        await turns.take()
-    waiting = [asyncio.create_task(turns.take()) for _ in range(3)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()
-    waiting[1].cancel()
-    async with asyncio.timeout(5):
-        await waiting[2]
+async def test_a_call_that_fails_takes_nobodys_turn() -> None:
+    turns, seen = Turns(), list[int]()
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: faults.append(context["exception"])
+    )
+
+    def fail() -> None:
+        raise ConnectionError
+
+    for number in range(2 * PER_TURN):
+        turns.call(partial(seen.append, number))
+    for number in range(2 * PER_TURN, 4 * PER_TURN):
+        turns.call(fail)
+        turns.call(partial(seen.append, number))
+    await asyncio.sleep(0.01)
+    assert seen == list(range(4 * PER_TURN))
+    assert len(faults) == 2 * PER_TURN
 
 
 @pytest.mark.parametrize("is_body_late", [False, True])
-async def test_requests_begin_and_go_on_one_in_a_turn(is_body_late: bool) -> None:
-    loop, num_requests = asyncio.get_running_loop(), 5 * PER_TURN
-    tick, begun, read = 0, list[int](), list[int]()
-    bodies = asyncio.Event()
-
-    def count() -> None:
-        nonlocal tick
-        tick += 1
-        if len(read) < num_requests:
-            loop.call_soon(count)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        begun.append(tick)
-        if len(begun) == num_requests:
-            bodies.set()
-        await receive()
-        read.append(tick)
-
-    async def receive() -> Message:
-        if is_body_late:
-            await bodies.wait()
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Message) -> None:
-        raise NotImplementedError
-
-    count()
-    middleware = TurnMiddleware(app)
-    scope: Scope = {"type": "http", "method": "POST"}
-    requests = [asyncio.create_task(middleware(scope, receive, send)) for _ in range(num_requests)]
-    await asyncio.gather(*requests)
-    assert max(Counter(begun).values()) == PER_TURN
-    assert max(Counter(read).values()) <= (PER_TURN + 1 if is_body_late else PER_TURN)
-    if not is_body_late:
-        assert read == begun  # nothing waits twice
+async def test_requests_are_taken_in_one_in_a_turn(
+    connections: Connections, is_body_late: bool
+) -> None:
+    for one in connections.all:
+        one.data_received(ASK if is_body_late else ASK + b"{}")
+    held = [not one.is_read for one in connections.transports]
+    assert held == [False] * PER_TURN + [True] * (len(held) - PER_TURN)
+    await connections.run(20)
+    assert all(one.is_read for one in connections.transports)
+    if is_body_late:
+        assert len(connections.begun) == len(connections.all)
+        assert not connections.read
+        for one in connections.all:
+            one.data_received(b"{}")
+        await connections.run(20)
+    for seen in (connections.begun, connections.read):
+        assert len(seen) == len(connections.all)
+        assert max(Counter(turn for _, turn in seen).values()) == PER_TURN
 
 
-async def test_a_request_without_a_body_waits_for_nobody() -> None:
-    begun = list[str]()
+async def test_a_request_without_a_body_waits_for_nobody(connections: Connections) -> None:
+    *crowd, probe = connections.all
+    for one in crowd:
+        one.data_received(ASK + b"{}")
+    probe.data_received(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    await connections.run(2)
+    assert "/health" in [name for name, _ in connections.begun[: PER_TURN + 1]]
+    await connections.run(20)
+    assert len(connections.begun) == len(connections.all)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        begun.append(scope["method"])
 
-    async def receive() -> Message:
-        raise NotImplementedError
+async def test_what_comes_in_pieces_stays_in_order(connections: Connections) -> None:
+    for one in connections.all:
+        one.data_received(ASK[:7])
+    await connections.run(20)
+    assert all(one.is_read for one in connections.transports)
+    for one in connections.all:
+        one.data_received(ASK[7:20])
+        one.data_received(ASK[20:])
+        one.data_received(b"{}")
+    await connections.run(20)
+    assert len(connections.read) == len(connections.all)
 
-    async def send(message: Message) -> None:
-        raise NotImplementedError
 
-    middleware = TurnMiddleware(app)
-    methods = ["POST"] * 3 * PER_TURN + ["GET"]
-    crowd = [middleware({"type": "http", "method": method}, receive, send) for method in methods]
-    await asyncio.gather(*crowd)
-    assert begun.index("GET") <= PER_TURN
-    assert len(begun) == len(methods)
+async def test_who_goes_while_held_is_forgotten(connections: Connections) -> None:
+    for one in connections.all:
+        one.data_received(ASK + b"{}")
+    connections.all[-2].connection_lost(None)
+    await connections.run(20)
+    assert len(connections.begun) == len(connections.all) - 1
+
+
+async def test_who_is_held_is_neither_idle_nor_lost_at_the_end(connections: Connections) -> None:
+    last = connections.all[-1]
+    for one in connections.all:
+        one.data_received(ASK + b"{}")
+    assert last.timeout_keep_alive_task is None
+    last.shutdown()
+    assert not connections.transports[-1].is_closed
+    await connections.run(20)
+    assert len(connections.begun) == len(connections.all)
 
 
 async def test_a_probe_does_not_wait_for_a_crowd_to_be_admitted(engine: FakeEngine) -> None:
@@ -132,7 +231,7 @@ async def test_a_probe_does_not_wait_for_a_crowd_to_be_admitted(engine: FakeEngi
             one.write(ask)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-        assert len(engine.requests) < 30
+        assert len(engine.requests) < 10
         answers = await asyncio.gather(*(one.read(-1) for one, _ in crowd))
         for _, one in [*crowd, (reader, writer)]:
             one.close()
