@@ -82,33 +82,36 @@ def memory(server: psutil.Process) -> dict[str, float]:
 
 
 def probe(url: str, is_over: Event, times: Any) -> None:
-    """Ask ``/health`` until it is over; put the times, in ms, into the queue ``times``."""
-    taken = []
+    """Ask ``/health`` until it is over; put the times, in ms, into the queue ``times``, and how late own sleeps ended."""
+    taken, late = list[float](), list[float]()
     while not is_over.is_set():
         begin = time.perf_counter()
         with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
             answer.read()
-        taken.append((time.perf_counter() - begin) * 1000)
+        end = time.perf_counter()
+        taken.append((end - begin) * 1000)
         time.sleep(PROBE_EVERY_S)
-    times.put(taken)
+        late.append((time.perf_counter() - end - PROBE_EVERY_S) * 1000)
+    times.put((taken, late))
 
 
 @contextmanager
-def probing(url: str) -> Iterator[list[float]]:
-    """Fills the list, at the end, with the times of ``/health`` meanwhile."""
+def probing(url: str) -> Iterator[tuple[list[float], list[float]]]:
+    """Fills the lists, at the end, with the times of ``/health`` meanwhile, and with how late the prober's sleeps ended."""
     context = multiprocessing.get_context("spawn")
     is_over, queue = context.Event(), context.Queue()
     process = context.Process(target=probe, args=(url, is_over, queue))
     process.start()
-    times: list[float] = []
-    yield times
+    times, late = list[float](), list[float]()
+    yield times, late
     is_over.set()
-    times += queue.get(timeout=60)
+    for seen, told in zip((times, late), queue.get(timeout=60), strict=True):
+        seen += told
     process.join(30)
 
 
 def measure(url: str, server: psutil.Process, args: argparse.Namespace) -> dict[str, Any]:
-    with probing(url) as times:
+    with probing(url) as (times, late):
         time.sleep(1)  # the prober starts
         begin = time.perf_counter()
         num_tokens = asyncio.run(ask(url, args.connections, args.tokens))
@@ -123,6 +126,7 @@ def measure(url: str, server: psutil.Process, args: argparse.Namespace) -> dict[
         "health_p99_ms": round(statistics.quantiles(times, n=100)[98], 1),
         "health_max_ms": round(max(times), 1),
         "num_probes": len(times),
+        "prober_late_max_ms": round(max(late), 1),  # what the machine lets a process wait for
         "resident_mib": memory(server),
     }
 

@@ -7,6 +7,7 @@
 //
 //   weight     instructions: the first that the compiler's target has       rows arrive as
 //   float32    fused multiply-add                                           float32
+//              (of which AMX rules out what is not the likeliest: cpu_linear_screen.h)
 //   bfloat16   AMX (TDPBF16PS); VDPBF16PS; float32 fused multiply-add       bfloat16
 //   grouped    AMX (TDPBF16PS)                                              bfloat16
 //              VPDPBUSD; VPMADDUBSW, VPMADDWD; plain integers               int8 in groups of 32
@@ -121,20 +122,19 @@ void write_tile(const LinearArgs& a, Kernel& kernel, Likeliest* likeliest, int64
 }
 
 #if defined(OCTAVO_AMX)
-// Multiplies in float32 the rows alone that may have their largest result here.
+// Multiplies in float32 only rows that may have their largest result here.
 void write_tile(const LinearArgs& a, AmxScreenKernel& screen, Likeliest* likeliest, int64_t row, int64_t count,
                 const char* weight, int64_t column) {
   const int64_t columns = std::min(kPanel, a.out_features - column);
   alignas(64) float buffer[kMaxRows * kPanel];
   screen.run(row, count, weight, buffer, kPanel);
-  const Float32Kernel kernel(a, WeightLayout(a.kind, a.out_features, a.in_features));
   const auto is_wanted = [&](int64_t r) { return screen.may_be_largest(row + r, buffer + r * kPanel); };
   for (int64_t begin = 0; begin < count;) {
     int64_t end = begin;
     while (end < std::min(begin + Float32Kernel::kRows, count) && is_wanted(end)) end++;
     if (end > begin) {
       float* sums = buffer + begin * kPanel;
-      kernel.run(row + begin, end - begin, weight, sums, kPanel);
+      screen.run_exactly(row + begin, end - begin, weight, sums, kPanel);
       note_likeliest(likeliest + row + begin, end - begin, sums, column, columns);
     }
     for (int64_t r = row + begin; r < row + end; r++) screen.set_largest(r, largest(likeliest[r].best));

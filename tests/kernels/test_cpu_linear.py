@@ -402,7 +402,7 @@ def test_of_equals_the_first_is_the_likeliest(native: ctypes.CDLL, num_threads: 
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-20, 1e12, 1e19, 3e37])
-@pytest.mark.parametrize("in_features", [1, 31, 96, 577])
+@pytest.mark.parametrize("in_features", [1, 95, 320])
 def test_the_likeliest_of_float32_is_found_among_near_equals(
     native: ctypes.CDLL, in_features: int, scale: float
 ) -> None:
@@ -410,11 +410,59 @@ def test_the_likeliest_of_float32_is_found_among_near_equals(
     likely = draw(1, in_features)
     x = torch.cat([likely + 0.3 * draw(20, in_features), draw(20, in_features)]) * scale
     x[7] = 0
-    for spread in [0.3, 2.0**-6, 2.0**-11, 2.0**-16, 2.0**-22]:
-        weight = likely * (1 + spread * draw(3001, in_features)) / scale**0.5
+    for spread in [0.3, 2.0**-8, 2.0**-16]:
+        weight = likely * (1 + spread * draw(1001, in_features)) / scale**0.5
         packed = pack_weight(native, weight)
         expected = likeliest_of_logits(linear(native, x, packed))
         assert torch.equal(likeliest(native, x, packed, 2), expected)
+
+
+_JUST_ABOVE = 1 + 2.0**-8 - 2.0**-20  # rounded to bfloat16, it is 1
+
+
+def _spread(size: int, first: float, *more: tuple[int, float]) -> Tensor:
+    numbers = torch.zeros(size)
+    numbers[0] = first
+    for place, number in more:
+        numbers[place] = number
+    return numbers
+
+
+_MANY = torch.full((4098,), _JUST_ABOVE)
+_MANY[:2] *= 256
+_HARD_TO_SCREEN = {
+    "roundings": (
+        torch.full((96,), _JUST_ABOVE),
+        torch.full((96,), _JUST_ABOVE),
+        torch.full((96,), _JUST_ABOVE * (1 - 2.0**-16)),
+    ),
+    "additions": (_MANY, _MANY, _MANY * (1 - 2.0**-19)),
+    "denormals": (torch.full((32,), 2.0**-70), torch.full((32,), 2.0**-79), torch.zeros(32)),
+    "overflow": (
+        torch.full((64,), 1e20),
+        _spread(64, 3.3e18, (1, -3e18), (3, -3e18), (32, 3e18)),
+        _spread(64, 1e17),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _HARD_TO_SCREEN)
+def test_the_likeliest_of_float32_is_not_ruled_out(native: ctypes.CDLL, name: str) -> None:
+    """Each case needs one of the constants by which bfloat16's products may be off."""
+    row, winner, first = _HARD_TO_SCREEN[name]
+    weight = torch.zeros(64, len(row))
+    weight[0], weight[40] = first, winner
+    x = row.repeat(16, 1)
+    packed = pack_weight(native, weight)
+    assert likeliest_of_logits(linear(native, x, packed)).tolist() == [40] * 16
+    assert likeliest(native, x, packed, 1).tolist() == [40] * 16
+
+
+def test_the_likeliest_takes_strided_rows(native: ctypes.CDLL) -> None:
+    packed = pack_weight(native, draw(700, 96))
+    x = draw(40, 200)[:, 50:146]
+    expected = likeliest_of_logits(linear(native, x.contiguous(), packed))
+    assert torch.equal(likeliest(native, x, packed, 2), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
