@@ -128,15 +128,15 @@ class GroupedKernel {
         add_offsets<R>(sums, sums_of_x, group, panel);
         add_sixteen<R>(sums, rows, scales, group, 0, panel);
         add_sixteen<R>(sums, rows, scales, group, 1, panel);
-        continue;
-      }
-      vint dots[R][2] = {};
-      add_group<R>(dots, rows, group * kGroup, panel);
-      const Factors<kind> factors(panel);
+      } else {
+        vint dots[R][2] = {};
+        add_group<R>(dots, rows, group * kGroup, panel);
+        const Factors<kind> factors(panel);
 #pragma GCC unroll 6
-      for (int r = 0; r < R; r++)
-        factors.add(sums[r], dots[r][0], dots[r][1], *scales.at(r, group),
-                    *sums_of_x.at(r, group));
+        for (int r = 0; r < R; r++)
+          factors.add(sums[r], dots[r][0], dots[r][1], *scales.at(r, group),
+                      *sums_of_x.at(r, group));
+      }
     }
     store_tile<R>(sums, out, out_stride);
   }
@@ -216,7 +216,7 @@ class GroupedKernel {
       for (int half = 0; half < 2; half++) {
         const vint w = half == 0 ? w0 : w1;
         dots[r][half] = kIsBytes ? add_products(dots[r][half], w, x)
-                                            : add_small_products(dots[r][half], w, x);
+                                 : add_small_products(dots[r][half], w, x);
       }
     }
   }
