@@ -104,11 +104,11 @@ class _RandomSource:
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         return random_tensor(name, self.shapes[name], self._device, self._random).to(dtype)
 
-    def block_type(self, name: str) -> str | None:
-        return None
+    def block_types(self, name: str) -> tuple[str, ...]:
+        return ()
 
-    def load_blocks(self, name: str) -> QuantizedRows | None:
-        return None
+    def load_blocks(self, name: str, type: str) -> QuantizedRows:
+        raise TypeError(f"{name} is not in blocks of {type}")
 
     def close(self) -> None:
         pass

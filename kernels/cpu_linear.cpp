@@ -244,39 +244,39 @@ void pack_bfloat16(const Source& source, int64_t size, bf16* packed) {
 }
 
 // Where number k of column n goes among a group's numbers: as cpu_linear.h says, or as AMX wants it. A byte
-// for Q8_0, else a nibble.
-int64_t number_at(int64_t kind, bool is_tiled, int64_t n, int64_t k) {
+// or a nibble.
+int64_t number_at(bool is_bytes, bool is_tiled, int64_t n, int64_t k) {
   const int64_t half = n / kLanes, column = n % kLanes;
   if (is_tiled) {
     const int64_t vector = k / 2 * 2 + column / 8, lane = column % 8 * 2 + k % 2;
-    if (kind == kWeightQ8_0)
+    if (is_bytes)
       return half * kGroup * kLanes + (vector / 4 * kLanes + lane) * 4 + vector % 4;
     return half * kGroup * kLanes + (vector / 8 * kLanes + lane) * 8 + vector % 8;
   }
-  if (kind == kWeightQ8_0) return k / 4 * 4 * kPanel + n * 4 + k % 4;
+  if (is_bytes) return k / 4 * 4 * kPanel + n * 4 + k % 4;
   return ((k % 16 / 4 * kPanel + n) * 4 + k % 4) * 2 + k / 16;
 }
 
-// A block of GGUF is d, m (Q4_1 only), then 16 or 32 bytes of numbers.
 void pack_groups(const Source& source, int64_t kind, bool is_tiled, const WeightLayout& layout,
                  char* packed) {
-  const int64_t number_bytes = kind == kWeightQ8_0 ? kGroup : kGroup / 2;
-  const int64_t num_factors = kind == kWeightQ4_1 ? 2 : 1;
-  const int64_t block_bytes = num_factors * 2 + number_bytes;
+  const BlockShape shape = block_shape(kind);
+  const int64_t factor_bytes = shape.factor_bytes;
   constexpr uint8_t kTopBit = 128;  // flipped, it is q + 128
   int32_t at[kPanel * kGroup];
   for (int64_t i = 0; i < kPanel * kGroup; i++) {
-    at[i] = int32_t(number_at(kind, is_tiled, i / kGroup, i % kGroup));
+    at[i] = int32_t(number_at(shape.is_bytes(), is_tiled, i / kGroup, i % kGroup));
   }
   for (int64_t group = 0; group < layout.steps; group++, packed += layout.step_bytes) {
     for (int64_t n = 0; n < source.count; n++) {
-      const char* block = source.row(n) + group * block_bytes;
-      for (int64_t i = 0; i < num_factors; i++)
-        std::memcpy(packed + number_bytes * kPanel + (i * kPanel + n) * 2, block + 2 * i, 2);
-      const uint8_t* numbers = reinterpret_cast<const uint8_t*>(block) + num_factors * 2;
+      const char* block = source.row(n) + group * shape.bytes();
+      for (int64_t i = 0; i < shape.num_factors; i++)
+        std::memcpy(packed + shape.number_bytes * kPanel + (i * kPanel + n) * factor_bytes,
+                    block + i * factor_bytes, factor_bytes);
+      const uint8_t* numbers =
+          reinterpret_cast<const uint8_t*>(block) + shape.num_factors * factor_bytes;
       const int32_t* to = at + n * kGroup;
       for (int64_t k = 0; k < kGroup; k++) {
-        if (kind == kWeightQ8_0)
+        if (shape.is_bytes())
           packed[to[k]] = char(numbers[k] ^ kTopBit);
         else
           packed[to[k] / 2] |= char((numbers[k % 16] >> k / 16 * 4 & 15) << to[k] % 2 * 4);
@@ -326,6 +326,8 @@ void linear_part(const LinearArgs& a, const Team& team) {
     case kWeightQ4_0: return grouped_product<kWeightQ4_0>(a, team);
     case kWeightQ4_1: return grouped_product<kWeightQ4_1>(a, team);
     case kWeightQ8_0: return grouped_product<kWeightQ8_0>(a, team);
+    case kWeightQ4_F32: return grouped_product<kWeightQ4_F32>(a, team);
+    case kWeightQ8_F32: return grouped_product<kWeightQ8_F32>(a, team);
   }
 }
 

@@ -37,10 +37,18 @@ class WeightKind(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q8_0 = 4
+    Q4_F32 = 5
+    Q8_F32 = 6
 
 
-BLOCK_BYTES = {WeightKind.Q4_0: 18, WeightKind.Q4_1: 20, WeightKind.Q8_0: 34}
-"""Bytes of a GGUF block of 32 weights, by the kinds that come from GGUF."""
+BLOCK_BYTES = {
+    WeightKind.Q4_0: 18,
+    WeightKind.Q4_1: 20,
+    WeightKind.Q8_0: 34,
+    WeightKind.Q4_F32: 24,
+    WeightKind.Q8_F32: 44,
+}
+"""Bytes of a block of 32 weights, by the kinds that come from GGUF (``cpu_linear.h``)."""
 
 
 def padded_size(size: int) -> int:
@@ -80,7 +88,7 @@ def pack_gguf_weight(
     row_kind: RowKind | None = None,
     room: Room = empty_bytes,
 ) -> PackedWeight:
-    """Pack a GGUF tensor's own bytes, losslessly.
+    """Pack blocks, losslessly.
 
     Args:
         blocks: ``[out_features, in_features / 32 * BLOCK_BYTES[kind]]`` uint8.

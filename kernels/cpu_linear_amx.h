@@ -142,8 +142,8 @@ class AmxBfloat16Kernel {
 // rounded from two vectors of float32, of 8 columns by 2 numbers of k: the numbers lie in the order of
 // their lanes, so that nothing has to change places.
 //
-//   Q4_0, Q4_1  [4][16 lanes] words: bits 4i .. 4i + 3 are the lane's number of vector 8 * row + i
-//   Q8_0        [8][16 lanes] words: byte i is the lane's number + 128 of vector 4 * row + i
+//   4 bits  [4][16 lanes] words: bits 4i .. 4i + 3 are the lane's number of vector 8 * row + i
+//   8 bits  [8][16 lanes] words: byte i is the lane's number + 128 of vector 4 * row + i
 //
 // Words are loaded from one, two or three bytes further on, which saves a shift; the factors that follow
 // the numbers make room for that.
@@ -172,37 +172,75 @@ OCTAVO_INLINE vfloat second_byte(vint words) {
   return (vfloat)((words & 0xff00) | 0x47000000);
 }
 
-// Decodes the numbers of half a panel's group. d and m: of its 16 columns.
+// The factor `index` of half a panel's group, for vectors of its lower and of its upper 8 columns.
 template <int64_t kind>
-OCTAVO_INLINE void decode_half(const char* numbers, vfloat d, vfloat m, char* to) {
-  const vfloat d_low = twice(d, 0), d_high = twice(d, 8);
-  const vfloat m_low = twice(m, 0), m_high = twice(m, 8);
-  if constexpr (kind == kWeightQ8_0) {
-    // kOffset + 128 has 9 bits and d 11, so these are exact, and what is left of kOffset's sum is d * q.
-    const vfloat back_low = d_low * -(kOffset + 128), back_high = d_high * -(kOffset + 128);
+struct Twice {
+  vfloat low, high;
+
+  OCTAVO_INLINE Twice(const char* group, int64_t index, int64_t half) {
+    const vfloat factors = load_factor<kind>(group, index, half);
+    low = twice(factors, 0);
+    high = twice(factors, 8);
+  }
+};
+
+// 8 bits with a float16 scale. kOffset + 128 has 9 bits and d 11, so their product is exact, and what is left of
+// kOffset's sum is d * q.
+OCTAVO_INLINE void decode_q8_0(const char* group, int64_t half, char* to) {
+  const char* numbers = group + half * kNumberBytes<kWeightQ8_0> / 2;
+  const Twice<kWeightQ8_0> d(group, 0, half);
+  const vfloat back_low = d.low * -(kOffset + 128), back_high = d.high * -(kOffset + 128);
 #pragma GCC unroll 8
-    for (int64_t row = 0; row < 8; row++, numbers += 64, to += 2 * 64) {
+  for (int64_t row = 0; row < 8; row++, numbers += 64, to += 2 * 64) {
+    const vint words = load_words(numbers);
+    const vfloat first = second_byte(words << 8), second = second_byte(words);
+    const vfloat third = second_byte(load_words(numbers + 1));
+    const vfloat fourth = second_byte(load_words(numbers + 2));
+    store_pair(to, fma(first, d.low, back_low), fma(second, d.high, back_high));
+    store_pair(to + 64, fma(third, d.low, back_low), fma(fourth, d.high, back_high));
+  }
+}
+
+// 8 bits with two scales and an offset. A scale may have more bits than decode_q8_0 has room for, so kOffset goes
+// first.
+OCTAVO_INLINE void decode_q8_f32(const char* group, int64_t half, char* to) {
+  constexpr int64_t kind = kWeightQ8_F32;
+  const char* numbers = group + half * kNumberBytes<kind> / 2;
+  const Twice<kind> m(group, 2, half);
+#pragma GCC unroll 2
+  for (int64_t part = 0; part < 2; part++) {  // 16 of k
+    const Twice<kind> d(group, part, half);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < 4; row++, numbers += 64, to += 2 * 64) {
       const vint words = load_words(numbers);
-      const vfloat first = second_byte(words << 8), second = second_byte(words);
-      const vfloat third = second_byte(load_words(numbers + 1));
-      const vfloat fourth = second_byte(load_words(numbers + 2));
-      store_pair(to, fma(first, d_low, back_low), fma(second, d_high, back_high));
-      store_pair(to + 64, fma(third, d_low, back_low), fma(fourth, d_high, back_high));
+      const vfloat first = second_byte(words << 8) - (kOffset + 128);
+      const vfloat second = second_byte(words) - (kOffset + 128);
+      const vfloat third = second_byte(load_words(numbers + 1)) - (kOffset + 128);
+      const vfloat fourth = second_byte(load_words(numbers + 2)) - (kOffset + 128);
+      store_pair(to, fma(first, d.low, m.low), fma(second, d.high, m.high));
+      store_pair(to + 64, fma(third, d.low, m.low), fma(fourth, d.high, m.high));
     }
-  } else {
-    vfloat values{};  // of the 16 numbers that 4 bits hold
-    for (int i = 0; i < kLanes; i++) values[i] = float(kind == kWeightQ4_0 ? i - 8 : i);
+  }
+}
+
+// 4 bits, with an offset if the kind has one.
+template <int64_t kind>
+OCTAVO_INLINE void decode_nibbles(const char* group, int64_t half, char* to) {
+  constexpr bool kHasOffset = block_shape(kind).num_factors == 2;
+  const char* numbers = group + half * kNumberBytes<kind> / 2;
+  const Twice<kind> d(group, 0, half), m(group, kHasOffset, half);
+  vfloat values{};  // of the 16 numbers that 4 bits hold
+  for (int i = 0; i < kLanes; i++) values[i] = float(kHasOffset ? i : i - 8);
 #pragma GCC unroll 4
-    for (int64_t row = 0; row < 4; row++) {
+  for (int64_t row = 0; row < 4; row++) {
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < 4; i++) {
-        const vint words = load_words(numbers + row * 64 + i);
-        vfloat low = permute(words, values);  // looks at the lowest 4 bits of a lane
-        vfloat high = permute(words >> 4, values);
-        low = kind == kWeightQ4_1 ? fma(low, d_low, m_low) : low * d_low;
-        high = kind == kWeightQ4_1 ? fma(high, d_high, m_high) : high * d_high;
-        store_pair(to + (4 * row + i) * 64, low, high);
-      }
+    for (int64_t i = 0; i < 4; i++) {
+      const vint words = load_words(numbers + row * 64 + i);
+      vfloat low = permute(words, values);  // looks at the lowest 4 bits of a lane
+      vfloat high = permute(words >> 4, values);
+      low = kHasOffset ? fma(low, d.low, m.low) : low * d.low;
+      high = kHasOffset ? fma(high, d.high, m.high) : high * d.high;
+      store_pair(to + (4 * row + i) * 64, low, high);
     }
   }
 }
@@ -210,13 +248,14 @@ OCTAVO_INLINE void decode_half(const char* numbers, vfloat d, vfloat m, char* to
 // Decodes a panel's group to the two tiles of a bfloat16 weight.
 template <int64_t kind>
 OCTAVO_INLINE void decode_group(const char* group, char* to) {
-  constexpr int64_t kBytes = kPanel * (kind == kWeightQ8_0 ? kGroup : kGroup / 2);
-  const uint16_t* d = reinterpret_cast<const uint16_t*>(group + kBytes);
 #pragma GCC unroll 2
-  for (int64_t half = 0; half < 2; half++) {
-    const vfloat m = kind == kWeightQ4_1 ? load_half(d + (2 + half) * kLanes) : vfloat{};
-    decode_half<kind>(group + half * kBytes / 2, load_half(d + half * kLanes), m,
-                      to + half * kTileBytes);
+  for (int64_t half = 0; half < 2; half++, to += kTileBytes) {
+    if constexpr (kind == kWeightQ8_0)
+      decode_q8_0(group, half, to);
+    else if constexpr (kind == kWeightQ8_F32)
+      decode_q8_f32(group, half, to);
+    else
+      decode_nibbles<kind>(group, half, to);
   }
 }
 

@@ -61,27 +61,22 @@ OCTAVO_INLINE vint finish_small(vint sum) {
 #endif
 }
 
-// Bytes of one panel's group: its numbers, and all of it.
-template <int64_t kind>
-constexpr int64_t kNumberBytes = kPanel * (kind == kWeightQ8_0 ? kGroup : kGroup / 2);
-template <int64_t kind>
-constexpr int64_t kGroupBytes = kNumberBytes<kind> + kPanel * (kind == kWeightQ4_1 ? 4 : 2);
-
 constexpr int64_t kQuadBytes = kPanel * 4;
 constexpr int32_t kNibbles = 0x0f0f0f0f;
 
 // What makes values of a panel's group of dot products.
 template <int64_t kind>
 struct Factors {
+  static constexpr bool kHasOffset = block_shape(kind).num_factors == 2;
+
   vfloat d0, d1, m0, m1;
 
   OCTAVO_INLINE explicit Factors(const char* group) {
-    const uint16_t* at = reinterpret_cast<const uint16_t*>(group + kNumberBytes<kind>);
-    d0 = load_half(at);
-    d1 = load_half(at + kLanes);
-    if (kind == kWeightQ4_1) {
-      m0 = load_half(at + 2 * kLanes);
-      m1 = load_half(at + 3 * kLanes);
+    d0 = load_factor<kind>(group, 0, 0);
+    d1 = load_factor<kind>(group, 0, 1);
+    if (kHasOffset) {
+      m0 = load_factor<kind>(group, 1, 0);
+      m1 = load_factor<kind>(group, 1, 1);
     }
   }
 
@@ -91,7 +86,7 @@ struct Factors {
                          float sum_of_x) const {
     const vfloat product0 = __builtin_convertvector(dot0, vfloat);
     const vfloat product1 = __builtin_convertvector(dot1, vfloat);
-    if (kind == kWeightQ4_1) {
+    if (kHasOffset) {
       sums[0] = fma(product0 * d0, splat(scale), fma(m0, splat(sum_of_x), sums[0]));
       sums[1] = fma(product1 * d1, splat(scale), fma(m1, splat(sum_of_x), sums[1]));
     } else {
@@ -129,33 +124,85 @@ class GroupedKernel {
     vfloat sums[R][2] = {};
     for (int64_t group = 0; group < groups_; group++, panel += kGroupBytes<kind>) {
       fetch_ahead<kGroupBytes<kind>>(panel);
-      vint dots[R][2] = {};
-      add_group<R>(dots, rows, group * kGroup, panel);
-      const Factors<kind> factors(panel);
+      if constexpr (kind == kWeightQ8_F32) {
+        add_offsets<R>(sums, sums_of_x, group, panel);
+        add_sixteen<R>(sums, rows, scales, group, 0, panel);
+        add_sixteen<R>(sums, rows, scales, group, 1, panel);
+      } else {
+        vint dots[R][2] = {};
+        add_group<R>(dots, rows, group * kGroup, panel);
+        const Factors<kind> factors(panel);
 #pragma GCC unroll 6
-      for (int r = 0; r < R; r++)
-        factors.add(sums[r], dots[r][0], dots[r][1], *scales.at(r, group),
-                    *sums_of_x.at(r, group));
+        for (int r = 0; r < R; r++)
+          factors.add(sums[r], dots[r][0], dots[r][1], *scales.at(r, group),
+                      *sums_of_x.at(r, group));
+      }
     }
     store_tile<R>(sums, out, out_stride);
   }
 
  private:
+  static constexpr bool kIsBytes = block_shape(kind).is_bytes();
+
+  template <int R>
+  OCTAVO_INLINE static void add_offsets(vfloat (&sums)[R][2], const Rows<float, R>& sums_of_x,
+                                        int64_t group, const char* numbers) {
+    const vfloat m0 = load_factor<kind>(numbers, 2, 0), m1 = load_factor<kind>(numbers, 2, 1);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const vfloat sum_of_x = splat(*sums_of_x.at(r, group));
+      sums[r][0] = fma(m0, sum_of_x, sums[r][0]);
+      sums[r][1] = fma(m1, sum_of_x, sums[r][1]);
+    }
+  }
+
+  // The 16 of a group's k that share a scale. What the stored numbers are shifted by is taken back as integers:
+  // there is no sum of so few of x beforehand.
+  template <int R>
+  OCTAVO_INLINE static void add_sixteen(vfloat (&sums)[R][2], const Rows<int8_t, R>& rows,
+                                        const Rows<float, R>& scales, int64_t group, int64_t part,
+                                        const char* numbers) {
+    constexpr int32_t kShifts = int32_t(0x80808080);  // 128 four times
+    const int64_t k = group * kGroup + part * 16;
+    vint dots[R][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      vint shift{};
+#pragma GCC unroll 4
+      for (int quad = 0; quad < 4; quad++)
+        shift = add_products(shift, vint{} + kShifts, splat_word(rows.at(r, k + quad * 4)));
+      dots[r][0] = dots[r][1] = -shift;
+    }
+    asm volatile("" ::: "memory");  // else x is kept for what follows, and sums are spilled
+#pragma GCC unroll 4
+    for (int quad = 0; quad < 4; quad++) {
+      const char* words = numbers + (part * 4 + quad) * kQuadBytes;
+      add_quad<R>(dots, rows, k + quad * 4, load_words(words), load_words(words + kQuadBytes / 2));
+    }
+    const vfloat d0 = load_factor<kind>(numbers, part, 0), d1 = load_factor<kind>(numbers, part, 1);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const vfloat scale = splat(*scales.at(r, group));
+      sums[r][0] = fma(__builtin_convertvector(dots[r][0], vfloat) * d0, scale, sums[r][0]);
+      sums[r][1] = fma(__builtin_convertvector(dots[r][1], vfloat) * d1, scale, sums[r][1]);
+    }
+  }
+
   template <int R>
   OCTAVO_INLINE static void add_group(vint (&dots)[R][2], const Rows<int8_t, R>& rows, int64_t k,
                                       const char* numbers) {
 #pragma GCC unroll 8
-    for (int quad = 0; quad < (kind == kWeightQ8_0 ? 8 : 4); quad++) {
+    for (int quad = 0; quad < (kIsBytes ? 8 : 4); quad++) {
       const vint w0 = load_words(numbers + quad * kQuadBytes);
       const vint w1 = load_words(numbers + quad * kQuadBytes + kQuadBytes / 2);
-      if (kind == kWeightQ8_0) {
+      if (kIsBytes) {
         add_quad<R>(dots, rows, k + quad * 4, w0, w1);
       } else {
         add_quad<R>(dots, rows, k + quad * 4, w0 & kNibbles, w1 & kNibbles);
         add_quad<R>(dots, rows, k + 16 + quad * 4, (w0 >> 4) & kNibbles, (w1 >> 4) & kNibbles);
       }
     }
-    if (kind == kWeightQ8_0) return;
+    if (kIsBytes) return;
     for (int r = 0; r < R; r++)
       for (int half = 0; half < 2; half++) dots[r][half] = finish_small(dots[r][half]);
   }
@@ -168,8 +215,8 @@ class GroupedKernel {
       const vint x = splat_word(rows.at(r, k));
       for (int half = 0; half < 2; half++) {
         const vint w = half == 0 ? w0 : w1;
-        dots[r][half] = kind == kWeightQ8_0 ? add_products(dots[r][half], w, x)
-                                            : add_small_products(dots[r][half], w, x);
+        dots[r][half] = kIsBytes ? add_products(dots[r][half], w, x)
+                                 : add_small_products(dots[r][half], w, x);
       }
     }
   }

@@ -69,6 +69,23 @@ OCTAVO_INLINE vfloat load_half(const uint16_t* p) {
 #endif
 }
 
+// Bytes of one panel's group: its numbers, and all of it.
+template <int64_t kind>
+constexpr int64_t kNumberBytes = kPanel * block_shape(kind).number_bytes;
+template <int64_t kind>
+constexpr int64_t kGroupBytes = kPanel * block_shape(kind).bytes();
+
+// Factor `index` of the blocks in half a panel's group.
+template <int64_t kind>
+OCTAVO_INLINE vfloat load_factor(const char* group, int64_t index, int64_t half) {
+  constexpr int64_t kBytes = block_shape(kind).factor_bytes;
+  const char* at = group + kNumberBytes<kind> + (2 * index + half) * kLanes * kBytes;
+  if constexpr (kBytes == 2)
+    return load_half(reinterpret_cast<const uint16_t*>(at));
+  else
+    return load(reinterpret_cast<const float*>(at));
+}
+
 // Which rows a kernel computes next.
 struct TileRows {
   int64_t row, count;

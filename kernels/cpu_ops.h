@@ -245,6 +245,8 @@ enum WeightKind : int64_t {
   kWeightQ4_0 = 2,  // GGUF's blocks of 32 along in_features
   kWeightQ4_1 = 3,
   kWeightQ8_0 = 4,
+  kWeightQ4_F32 = 5,  // blocks of 32 that GGUF's K-quants fit into, see cpu_linear.h
+  kWeightQ8_F32 = 6,
 };
 
 // x times a packed weight, plus a bias. With `group_starts`, rows group_starts[g] .. group_starts[g + 1] - 1 are

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .cpu_calls import NativeCalls, address_of, require
 from .cpu_linear import (
+    BLOCK_BYTES,
     PackedWeight,
     Room,
     RowKind,
@@ -30,7 +31,7 @@ class ProductOps(NativeCalls):
         rounds_activations: products with GGUF's blocks always take activations of 8 bits, in groups of 32.
     """
 
-    quantized_types = frozenset({"Q4_0", "Q4_1", "Q8_0"})
+    quantized_types = frozenset(kind.name for kind in BLOCK_BYTES)
 
     def __init__(self, library: ctypes.CDLL, *, rounds_activations: bool = False) -> None:
         super().__init__(library)

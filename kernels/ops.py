@@ -50,10 +50,17 @@ class KVScales(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """A weight ``[out_features, in_features]`` as a GGUF file holds it: blocks of 32 along in_features."""
+    """A weight ``[out_features, in_features]`` in blocks of 32 along in_features.
+
+    Types are GGUF's, or what holds the numbers of GGUF's others in fewer kinds of blocks: a block of
+
+    * ``Q4_F32`` is a float32 scale, a float32 offset, and 16 bytes of numbers in Q4_1's order:
+      ``scale * number + offset``;
+    * ``Q8_F32`` is two float32 scales, of its first and its last 16 numbers, a float32 offset, and 32 signed bytes.
+    """
 
     blocks: Tensor  # [out_features, bytes of a row] uint8
-    type: str  # "Q4_0", "Q4_1" or "Q8_0"
+    type: str  # "Q4_0", "Q4_1", "Q8_0", "Q4_F32" or "Q8_F32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 from ..api import LocalModel
 from ..errors import CheckpointError
 from .checkpoint import Checkpoint, open_checkpoint
-from .gguf_file import QUANTIZED_TYPES
 from .hub.files import gguf_models
+from .memory_blocks import kept_bytes
 from .spec import ModelSpec, auto_dtype
 from .tensors import check_tensors, tensor_shapes
 
@@ -167,12 +167,13 @@ def _weight_bytes(checkpoint: Checkpoint, machine: Machine, item_bytes: int) -> 
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
-    """Name, shape, and for quantised matrices their bytes, of every tensor that is kept."""
+    """Name, shape, and of matrices that may stay in blocks their bytes in memory, of every tensor that is kept."""
     is_tied = checkpoint.spec.tie_word_embeddings
     if checkpoint.gguf is not None:
         for tensor in checkpoint.gguf.tensors.values():
-            is_block = tensor.type in QUANTIZED_TYPES and len(tensor.shape) > 1
-            yield tensor.name, tensor.shape, tensor.num_bytes if is_block else None
+            is_matrix = len(tensor.shape) > 1
+            blocks = kept_bytes(tensor.type, math.prod(tensor.shape)) if is_matrix else None
+            yield tensor.name, tensor.shape, blocks
         return
     for name, shape in tensor_shapes(checkpoint).items():
         if not (is_tied and name in _HEADS):

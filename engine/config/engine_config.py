@@ -66,9 +66,10 @@ class ModelConfig(Checked):
     )
     quantization: str = option(
         "auto",
-        "auto: quantised matrices of a GGUF file (Q4_0, Q4_1, Q8_0; Q5_0 and IQ4_NL as Q8_0, which holds the same "
-        "numbers) stay blocks in memory, where the kernels can and --dtype is auto, and those of other types are "
-        "widened, which the log lists; int8: the same, and activations are rounded to 8 bits in groups of 32, which other "
+        "auto: quantised matrices of a GGUF file stay blocks in memory, where the kernels can and --dtype is auto: Q4_0, "
+        "Q4_1 and Q8_0 as they lie, others in blocks that hold the same numbers, Q5_0 and IQ4_NL in Q8_0's, Q4_K in 6 "
+        "bits a weight; Q3_K, Q5_K, Q6_K, Q5_1, IQ4_XS, and Q4_K in one product with these, in 11. Q2_K is widened. The log "
+        "lists what became of them; int8: the same, and activations are rounded to 8 bits in groups of 32, which other "
         "processors do anyway, where AMX would take them as bfloat16: faster for one stream, slower for many, less "
         "exact; none: all are widened to --dtype.",
         choices=("auto", "int8", "none"),

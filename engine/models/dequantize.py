@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.gguf_file import BLOCK_LAYOUTS
 from . import k_quants
-from .k_quants import half
+from .k_quants import SCALED, Scaled, half
 
 CHUNK_NUMBERS = 1 << 15
 """Numbers widened to float32 at a time. Chunks stay in the cache and do not exceed the size up to which
@@ -45,26 +45,6 @@ def as_numbers(data: Tensor, type: str) -> Tensor:
     return data.view(_FLOATS[type])
 
 
-def to_q8_0(data: Tensor, type: str) -> Tensor:
-    """Blocks of a type in :data:`AS_Q8_0` as blocks of Q8_0, which stand for the same numbers.
-
-    Args:
-        data: ``[num_bytes]`` uint8.
-
-    Returns:
-        ``[num_blocks, 34]`` uint8.
-    """
-    numbers, block_bytes = BLOCK_LAYOUTS[type]
-    blocks = data.view(-1, block_bytes)
-    result = torch.empty(blocks.shape[0], BLOCK_LAYOUTS["Q8_0"][1], dtype=torch.uint8)
-    step = CHUNK_NUMBERS // numbers
-    for start in range(0, blocks.shape[0], step):
-        part = blocks[start : start + step]
-        result[start : start + step, :2] = part[:, :2]
-        result[start : start + step, 2:] = AS_Q8_0[type](part).view(torch.uint8)
-    return result
-
-
 def _nibbles(packed: Tensor) -> Tensor:
     """``[num_blocks, 16]`` bytes → ``[num_blocks, 32]`` float32: low halves, then high halves."""
     values = torch.empty(packed.shape[0], 32)
@@ -88,24 +68,17 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks, 0))
 
 
+def _scaled_values(scaled: Callable[[Tensor], Scaled]) -> Callable[[Tensor], Tensor]:
+    return lambda blocks: scaled(blocks).values()
+
+
 _BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": k_quants.q5_0,
-    "Q5_1": k_quants.q5_1,
     "Q8_0": _q8_0,
     "Q2_K": k_quants.q2_k,
-    "Q3_K": k_quants.q3_k,
-    "Q4_K": k_quants.q4_k,
-    "Q5_K": k_quants.q5_k,
-    "Q6_K": k_quants.q6_k,
     "IQ4_NL": k_quants.iq4_nl,
-    "IQ4_XS": k_quants.iq4_xs,
+    **{type: _scaled_values(scaled) for type, scaled in SCALED.items()},
 }
 QUANTIZED_TYPES = frozenset(_BLOCKS)
-
-AS_Q8_0: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q5_0": k_quants.q5_0_numbers,
-    "IQ4_NL": k_quants.iq4_nl_numbers,
-}
-"""Types whose numbers are whole, of 8 bits, times one scale for 32 of them: Q8_0 holds them exactly."""

@@ -6,7 +6,7 @@ its file's own. One tensor is in memory at a time beyond what the model keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -31,10 +31,10 @@ class WeightSource(Protocol):
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read one tensor into memory of its own, in transformers' layout, on the CPU."""
 
-    def block_type(self, name: str) -> str | None:
-        """The type of the blocks that :meth:`load_blocks` gives; ``None``: none."""
+    def block_types(self, name: str) -> tuple[str, ...]:
+        """Types of the blocks that :meth:`load_blocks` can give, the smallest first."""
 
-    def load_blocks(self, name: str) -> QuantizedRows | None:
+    def load_blocks(self, name: str, type: str) -> QuantizedRows:
         """One matrix in blocks that hold what the file holds, rows in transformers' order."""
 
     def close(self) -> None:
@@ -69,8 +69,14 @@ class Weights:
         return self._source.own_name(name) in self._source.shapes
 
     def keeps_blocks(self, name: str) -> bool:
-        """Whether :meth:`read_linear` leaves this matrix as the file holds it."""
-        return self._source.block_type(name) in self._quantized_types
+        """Whether :meth:`read_linear` gives this matrix in blocks."""
+        return self._common_type([name]) is not None
+
+    def _common_type(self, names: Sequence[str]) -> str | None:
+        """The smallest blocks that hold all of these matrices, if there are any and they may be given."""
+        first, *others = (self._source.block_types(name) for name in names)
+        wanted = (type for type in first if type in self._quantized_types)
+        return next((type for type in wanted if all(type in types for types in others)), None)
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
@@ -89,13 +95,13 @@ class Weights:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_linear(self, names: Iterable[str]) -> Tensor | QuantizedRows:
-        """As :meth:`read_rows`; in blocks if all come in blocks of one type that may stay so."""
+        """As :meth:`read_rows`; in blocks if there are some that hold all of them."""
         names = list(names)
-        types = {self._source.block_type(name) for name in names}
-        if len(types) > 1 or types.isdisjoint(self._quantized_types):
+        type = self._common_type(names)
+        if type is None:
             return self.read_rows(names)
-        parts = [part for name in names if (part := self._source.load_blocks(name)) is not None]
+        parts = [self._source.load_blocks(name, type) for name in names]
         self._note_read(len(parts))
         if len(parts) == 1:
             return parts[0]
-        return QuantizedRows(torch.cat([part.blocks for part in parts]), parts[0].type)
+        return QuantizedRows(torch.cat([part.blocks for part in parts]), type)

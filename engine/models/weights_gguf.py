@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ...kernels.ops import QuantizedRows
 from ..checkpoint.gguf_file import GGUFFile, GGUFTensor
+from ..checkpoint.memory_blocks import KEPT_AS
 from ..checkpoint.spec import ModelSpec
 from ..checkpoint.tensors import Shapes
-from .dequantize import AS_Q8_0, QUANTIZED_TYPES, as_numbers, dequantize, to_q8_0
+from .dequantize import QUANTIZED_TYPES, as_numbers, dequantize
 from .family import Family
 from .finite import are_scales_finite, is_finite, not_finite
+from .reblock import reblock
 
 _MATRIX = re.compile(r"(?P<module>.*)\[(?P<index>\d+)\](?P<kind>[^\[\]]*)")
 
@@ -43,20 +45,13 @@ class GGUFWeights:
         values = dequantize(data, type, dtype).view(self.shapes[own_name])
         return self._family.arrange_gguf(self._spec, name, values)
 
-    def block_type(self, name: str) -> str | None:
-        type = self._file.tensors[_tensor_of(self.own_name(name))].type
-        if type not in QUANTIZED_TYPES:
-            return None
-        return "Q8_0" if type in AS_Q8_0 else type
+    def block_types(self, name: str) -> tuple[str, ...]:
+        return KEPT_AS.get(self._file.tensors[_tensor_of(self.own_name(name))].type, ())
 
-    def load_blocks(self, name: str) -> QuantizedRows | None:
-        type = self.block_type(name)
-        if type is None:
-            return None
+    def load_blocks(self, name: str, type: str) -> QuantizedRows:
         own_name = self.own_name(name)
-        blocks, own_type = self._read(own_name)
-        if own_type != type:
-            blocks = to_q8_0(blocks, own_type)
+        data, own_type = self._read(own_name)
+        blocks = reblock(data, own_type, type)
         self._kept[own_type if own_type == type else f"{own_type} as {type}"] += 1
         rows = blocks.view(self.shapes[own_name][0], -1)
         return QuantizedRows(self._family.arrange_gguf(self._spec, name, rows), type)

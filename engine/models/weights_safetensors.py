@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -65,11 +65,11 @@ class SafetensorsWeights:
             stored = name
         return stored, self._handle(stored).get_tensor(stored)
 
-    def block_type(self, name: str) -> None:
-        """Safetensors hold numbers."""
+    def block_types(self, name: str) -> tuple[str, ...]:
+        return ()
 
-    def load_blocks(self, name: str) -> None:
-        """Safetensors hold numbers."""
+    def load_blocks(self, name: str, type: str) -> NoReturn:
+        raise TypeError(f"safetensors hold numbers; {name} is not in blocks of {type}")
 
     def close(self) -> None:
         self._open.clear()

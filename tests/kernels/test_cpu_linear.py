@@ -36,7 +36,10 @@ pytestmark = pytest.mark.native
 
 GROUP = 32
 KINDS = list(WeightKind)
-GROUPED = [WeightKind.Q4_0, WeightKind.Q4_1, WeightKind.Q8_0]
+GROUPED = list(BLOCK_BYTES)
+NUM_HALVES = {WeightKind.Q4_0: 1, WeightKind.Q4_1: 2, WeightKind.Q8_0: 1}  # a block's factors
+NUM_FLOATS = {WeightKind.Q4_F32: 2, WeightKind.Q8_F32: 3}
+BYTES = [WeightKind.Q8_0, WeightKind.Q8_F32]  # whose numbers have 8 bits, not 4
 SIZES = [1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 99, 100]
 MODEL_SHAPES = [(960, 576), (576, 1536), (100, 2048)]  # out_features, in_features
 
@@ -96,24 +99,37 @@ def draw_blocks(kind: WeightKind, out_features: int, in_features: int) -> Tensor
     groups = in_features // GROUP
     shape = (out_features, groups, BLOCK_BYTES[kind])
     blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
-    num_factors = 2 if kind == WeightKind.Q4_1 else 1
+    num_factors = NUM_FLOATS.get(kind) or NUM_HALVES[kind]
     factors = torch.randn((out_features, groups, num_factors), generator=random) * 0.02
-    blocks[:, :, : 2 * num_factors] = factors.half().view(torch.uint8)
+    if kind in NUM_HALVES:
+        stored = factors.half().view(torch.uint8)
+    else:  # as a K-quant's: a float16 times a whole number, which has more bits than a float16
+        whole = torch.randint(-127, 128, factors.shape, generator=random)
+        stored = ((factors / 64).half().float() * whole).view(torch.uint8)
+    blocks[:, :, : stored.shape[2]] = stored
     return blocks.view(out_features, -1)
 
 
 def dequantise(kind: WeightKind, blocks: Tensor) -> Tensor:
-    """What the blocks stand for, in float64, as the GGUF format says."""
+    """What the blocks stand for, in float64, as cpu_linear.h says."""
     blocks = blocks.view(blocks.shape[0], -1, BLOCK_BYTES[kind])
-    d = blocks[:, :, :2].view(torch.float16).double()
-    if kind == WeightKind.Q8_0:
-        values = d * blocks[:, :, 2:].view(torch.int8)
+    if kind in NUM_HALVES:
+        factors = blocks[:, :, : 2 * NUM_HALVES[kind]].view(torch.float16).double()
     else:
-        packed = blocks[:, :, -16:]
-        q = torch.cat([packed & 15, packed >> 4], dim=2).double()
-        is_offset = kind == WeightKind.Q4_1
-        values = d * q + blocks[:, :, 2:4].view(torch.float16) if is_offset else d * (q - 8)
-    return values.flatten(1)
+        factors = blocks[:, :, : 4 * NUM_FLOATS[kind]].clone().view(torch.float32).double()
+    if kind in BYTES:
+        q = blocks[:, :, -GROUP:].view(torch.int8).double()
+    else:
+        q = torch.cat([blocks[:, :, -16:] & 15, blocks[:, :, -16:] >> 4], dim=2).double()
+    if kind == WeightKind.Q4_0:
+        q -= 8
+    scales = (
+        factors[:, :, :2].repeat_interleave(16, 2)
+        if kind == WeightKind.Q8_F32
+        else factors[:, :, :1]
+    )
+    has_offset = factors.shape[2] > 1
+    return (scales * q + factors[:, :, -1:] if has_offset else scales * q).flatten(1)
 
 
 def multiplies_integers(packed: PackedWeight) -> bool:
@@ -475,8 +491,8 @@ def test_no_rows(native: ctypes.CDLL, kind: WeightKind) -> None:
 def test_the_largest_numbers_do_not_overflow(native: ctypes.CDLL, kind: WeightKind) -> None:
     """All weights at one end of their range, all activations at one end of theirs."""
     blocks = draw_blocks(kind, 40, 64).view(40, 2, -1)
-    num_bytes = GROUP if kind == WeightKind.Q8_0 else GROUP // 2
-    for number in [0x7F, 0x80] if kind == WeightKind.Q8_0 else [0xFF, 0x00]:
+    num_bytes = GROUP if kind in BYTES else GROUP // 2
+    for number in [0x7F, 0x80] if kind in BYTES else [0xFF, 0x00]:
         blocks[:, :, -num_bytes:] = number
         packed = pack_groups(native, blocks.view(40, -1), kind)
         signs = torch.tensor([1.0, -1.0, 0.0])[:, None]

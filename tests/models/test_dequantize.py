@@ -1,4 +1,4 @@
-"""Numbers of GGUF blocks equal the gguf package's, bit for bit, whatever the blocks hold."""
+"""Numbers of GGUF blocks equal the gguf package's, bit for bit, whatever the blocks hold and become."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from numpy.typing import NDArray
 
 from octavo.engine.checkpoint.checkpoint import open_checkpoint
 from octavo.engine.checkpoint.gguf_file import BLOCK_LAYOUTS, QUANTIZED_TYPES
-from octavo.engine.models.dequantize import AS_Q8_0, CHUNK_NUMBERS, dequantize, to_q8_0
-from octavo.engine.models.loader import open_weights
+from octavo.engine.checkpoint.inventory import Machine, list_models
+from octavo.engine.checkpoint.memory_blocks import BLOCK_BYTES, KEPT_AS, kept_bytes
+from octavo.engine.models.dequantize import CHUNK_NUMBERS, dequantize
+from octavo.engine.models.loader import load_model, open_weights
+from octavo.engine.models.reblock import reblock
 from octavo.engine.models.weights import Weights
+from octavo.kernels import cpu_linear
+from octavo.kernels.cpu_linear import RowKind
 from octavo.kernels.ops import Ops, QuantizedRows
+from octavo.kernels.select import select_ops
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 96, (45,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -101,13 +107,40 @@ def test_rounds_once_to_the_wanted_type() -> None:
     assert got.tolist() == [0.25 * number for number in range(32)]
 
 
-@pytest.mark.parametrize("type", sorted(AS_Q8_0))
-def test_blocks_of_q8_0_hold_the_same_numbers(type: str) -> None:
-    blocks = torch.from_numpy(random_blocks(type, 3 * CHUNK_NUMBERS // 32).ravel())
-    as_q8_0 = to_q8_0(blocks, type)
-    assert as_q8_0.shape == (3 * CHUNK_NUMBERS // 32, 34)
-    got = dequantize(as_q8_0.ravel(), "Q8_0", torch.float32)
-    assert torch.equal(got, dequantize(blocks, type, torch.float32))
+def numbers_in_memory(blocks: torch.Tensor, type: str) -> torch.Tensor:
+    """What ``blocks [num_blocks, bytes]`` of a type in memory stand for, in float32 as :class:`QuantizedRows` says."""
+    if type not in ("Q4_F32", "Q8_F32"):
+        return dequantize(blocks.ravel(), type, torch.float32)
+    num_scales = 1 if type == "Q4_F32" else 2
+    end = 4 * (num_scales + 1)
+    factors, stored = blocks[:, :end].clone().view(torch.float32), blocks[:, end:]
+    is_bytes = type == "Q8_F32"
+    q = stored.view(torch.int8) if is_bytes else torch.cat([stored & 15, stored >> 4], dim=1)
+    scales = factors[:, :num_scales].repeat_interleave(32 // num_scales, dim=1)
+    return (q * scales + factors[:, -1:]).ravel()
+
+
+def test_blocks_in_memory_are_those_of_the_kernels() -> None:
+    assert {kind.name: size for kind, size in cpu_linear.BLOCK_BYTES.items()} == BLOCK_BYTES
+    assert set(KEPT_AS) == set(QUANTIZED_TYPES) - {"Q2_K"}
+    for type, memory_types in KEPT_AS.items():
+        sizes = [BLOCK_BYTES[memory_type] for memory_type in memory_types]
+        assert sizes == sorted(sizes)
+        assert kept_bytes(type, 512) == 16 * sizes[0]
+    assert kept_bytes("Q2_K", 512) is None
+
+
+@pytest.mark.parametrize(
+    ("type", "memory_type"),
+    [(type, memory_type) for type, memory_types in KEPT_AS.items() for memory_type in memory_types],
+)
+def test_blocks_in_memory_hold_the_same_numbers(type: str, memory_type: str) -> None:
+    """Over more than one chunk, the last of which is not full."""
+    num_numbers = 5 * CHUNK_NUMBERS // 2
+    blocks = random_blocks(type, num_numbers // BLOCK_LAYOUTS[type][0])
+    got = reblock(torch.from_numpy(blocks.ravel()), type, memory_type)
+    assert got.shape == (num_numbers // 32, BLOCK_BYTES[memory_type])
+    assert np.array_equal(numbers_in_memory(got, memory_type).numpy(), theirs(blocks, type))
 
 
 @pytest.fixture
@@ -150,7 +183,72 @@ def test_logits_of_models_in_blocks(
     assert open_checkpoint(path).spec.quantization == type
 
 
-def test_a_product_of_several_types_stays_in_blocks_if_q8_0_holds_them(
+def logits_in_bfloat16(
+    path: Path, ops: Ops, feed: Callable[..., Any], keep_quantized: bool
+) -> torch.Tensor:
+    checkpoint = open_checkpoint(path)
+    model = load_model(
+        checkpoint, ops, dtype=torch.bfloat16, device=CPU, keep_quantized=keep_quantized
+    )
+    logits: torch.Tensor = feed(model, ops, TOKENS, [7])
+    return logits
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("rounds_activations", [False, True], ids=["best", "integers"])
+@pytest.mark.parametrize(
+    "types",
+    [
+        {"": "Q4_K", "v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K"},
+        {"": "Q5_K", "v_proj": "Q6_K", "down_proj": "Q6_K"},
+        {"": "Q3_K", "v_proj": "Q5_K", "down_proj": "Q4_K"},
+        {"": "IQ4_XS", "v_proj": "Q5_1", "down_proj": "Q5_1"},
+    ],
+    ids=["Q4_K_M", "Q5_K_M", "Q3_K_M", "IQ4_XS and Q5_1"],
+)
+def test_logits_of_models_that_stay_in_blocks(
+    types: dict[str, str],
+    rounds_activations: bool,
+    write_blocks: Callable[..., Any],
+    feed: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the files of these names mix them. Where there is AMX, they are those of widened matrices, bit for bit."""
+    _, path = write_blocks(types)
+    ops: Any = select_ops("cpu", CPU, rounds_activations=rounds_activations)
+    widened = logits_in_bfloat16(path, ops, feed, keep_quantized=False)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        kept = logits_in_bfloat16(path, ops, feed, keep_quantized=True)
+    storage = next(m for m in caplog.messages if m.startswith("Matrices of"))
+    assert "widened" not in storage.replace(f"widened 1 {types['']}", "")  # the embedding alone
+    row_kind = ops.pack_linear(
+        QuantizedRows(torch.zeros(1, 44, dtype=torch.uint8), "Q8_F32")
+    ).row_kind
+    if row_kind == RowKind.INT8:
+        assert 0 < (kept - widened).norm() < 0.1 * widened.norm()
+    else:
+        assert torch.equal(kept.view(torch.int32), widened.view(torch.int32))
+
+
+@pytest.mark.parametrize(("type", "bits"), [("Q4_K", 6), ("Q6_K", 11), ("Q2_K", 16)])
+def test_the_list_of_models_says_what_blocks_take_in_memory(
+    type: str, bits: int, write_blocks: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, path = write_blocks({"": type})
+    kept, widened = (
+        list_models(Machine("cpu", 10**9, keeps_blocks=keeps), [path], cache_dir=str(tmp_path))
+        for keeps in (True, False)
+    )
+    assert kept[0].weight_bytes is not None
+    assert widened[0].weight_bytes is not None
+    num_weights = (
+        2 * 6 * 256 * 256 + 96 * 256
+    )  # two layers, k and v half as many as others, and the head
+    assert widened[0].weight_bytes - kept[0].weight_bytes == num_weights * (16 - bits) // 8
+
+
+def test_a_product_of_several_types_stays_in_blocks_that_hold_them_all(
     write_blocks: Callable[..., Any],
 ) -> None:
     model, path = write_blocks(
