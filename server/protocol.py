@@ -158,9 +158,9 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         else:
             self._held = data
             self._turns.call(self._take_held)
-            if self._held and not self.flow.read_paused:
-                self._resumes_reading = True
-                self.flow.pause_reading()
+        if self._held and not self.flow.read_paused:  # an answer that ends may have it read again
+            self._resumes_reading = True
+            self.flow.pause_reading()
 
     def shutdown(self) -> None:
         self._take_held()  # else it counts as idle
@@ -195,8 +195,8 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if any(not one.response_complete for one in self._unanswered):
-            self._time_head()  # others' answers are under way on this connection
+        if self._held or any(not one.response_complete for one in self._unanswered):
+            self._time_head()  # it may have come, or others' answers are under way on this connection
         elif not self.transport.is_closing():
             self._refuse(_TOO_LATE if self._is_in_head else b"")
 

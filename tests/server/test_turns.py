@@ -197,6 +197,36 @@ async def test_what_comes_in_pieces_stays_in_order(connections: Connections) -> 
     assert len(connections.read) == len(connections.all)
 
 
+async def test_what_is_held_does_not_grow(connections: Connections) -> None:
+    """An answer on the same connection that ends, or is waited for, has the connection read again."""
+    last, transport = connections.all[-1], connections.transports[-1]
+    for one in connections.all:
+        one.data_received(ASK)
+    last.flow.resume_reading()
+    last.data_received(b"{")
+    assert not transport.is_read
+    await connections.run(20)
+    assert transport.is_read
+    last.data_received(b"}")
+    await connections.run(20)
+    assert len(connections.read) == 1
+
+
+async def test_a_head_that_is_held_is_not_late(connections: Connections) -> None:
+    last = connections.all[-1]
+    last.head_timeout_s = 60
+    last.data_received(ASK[:20])
+    await connections.run(5)
+    for one in connections.all[:-1]:
+        one.data_received(ASK + b"{}")
+    last.data_received(ASK[20:] + b"{}")
+    last._head_is_late()
+    assert not connections.transports[-1].is_closed
+    await connections.run(20)
+    assert len(connections.begun) == len(connections.all)
+    assert last._head_timer is None
+
+
 async def test_who_goes_while_held_is_forgotten(connections: Connections) -> None:
     for one in connections.all:
         one.data_received(ASK + b"{}")
