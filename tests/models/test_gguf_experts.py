@@ -62,9 +62,22 @@ def experts_of_layer_1(path: Path, ops: Ops, keep_quantized: bool) -> Any:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize(
+    ("type", "kind"),
+    [
+        ("Q8_0", WeightKind.Q8_0),
+        ("Q4_0", WeightKind.Q4_0),
+        ("Q4_1", WeightKind.Q4_1),
+        ("Q5_0", WeightKind.Q8_0),
+        ("Q5_1", WeightKind.Q8_F32),
+    ],
+)
 def test_blocks_are_multiplied_as_they_are(
-    type: str, tmp_path: Path, tiny_of: Callable[..., Any], write_gguf: Callable[..., None]
+    type: str,
+    kind: WeightKind,
+    tmp_path: Path,
+    tiny_of: Callable[..., Any],
+    write_gguf: Callable[..., None],
 ) -> None:
     """The router is float32 in either case; what differs is the rounding of experts' activations."""
     theirs, ops = tiny_of(Qwen3MoeForCausalLM, Qwen3MoeConfig, **SIZES), select_ops("cpu", CPU)
@@ -74,7 +87,7 @@ def test_blocks_are_multiplied_as_they_are(
         for keep_quantized in (False, True)
     )
     assert as_numbers.packed.gate_up.kind == WeightKind.FLOAT32
-    assert as_blocks.packed.gate_up.kind == as_blocks.packed.down.kind == WeightKind[type]
+    assert as_blocks.packed.gate_up.kind == as_blocks.packed.down.kind == kind
     x = torch.randn(45, 64, generator=torch.Generator().manual_seed(1))
     expected = as_numbers(x)
     assert 0 < (as_blocks(x) - expected).norm() < 0.02 * expected.norm()
