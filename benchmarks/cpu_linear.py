@@ -1,9 +1,9 @@
 """Native products beside torch's packed ones (oneDNN), in alternation: time, GFLOP/s and GB/s of weights.
 
     python benchmarks/cpu_linear.py [--kinds float32 bfloat16 q4_1] [--rows 1 8 32 128 1024] [--threads 2]
-        [--repeats 7] [--json PATH]
+        [--repeats 7] [--shape 4096x4096x8] [--json PATH]
 
-Shapes are SmolLM2-135M's. A measurement passes through as many different weights as the model has layers, so
+Shapes are SmolLM2-135M's, or the one given: out_features, in_features, layers. A measurement passes through as many different weights as the model has layers, so
 that they come from memory as in a step; packing activations counts. Medians; `ratio` is torch's time over the
 native one, above 1 where native is faster. GGUF's kinds have no counterpart in torch. `--cpu-time` counts this
 thread's processor time instead: one thread only, and neighbours on the machine disturb it less.
@@ -42,6 +42,7 @@ SHAPES = [  # name, out_features, in_features, layers
     ("down", 576, 1536, 30),
     ("head", 49152, 576, 1),
 ]
+NUM_FLOATS = {WeightKind.Q4_F32: 2, WeightKind.Q8_F32: 3}  # that a block begins with
 DTYPES = {WeightKind.FLOAT32: torch.float32, WeightKind.BFLOAT16: torch.bfloat16}
 MOST_HEAD_ROWS = 128
 
@@ -122,6 +123,9 @@ def make_weights(
         else:
             shape = (out_features, in_features // 32 * BLOCK_BYTES[kind])
             blocks = torch.randint(0, 100, shape, dtype=torch.uint8)
+            if (num_floats := NUM_FLOATS.get(kind)) is not None:
+                each = blocks.view(-1, BLOCK_BYTES[kind])  # bytes at random may be denormals
+                each[:, : 4 * num_floats] = torch.rand(len(each), num_floats).view(torch.uint8)
             native.append(pack_gguf_weight(library, blocks, kind))
     return native, packed_by_torch
 
@@ -147,7 +151,7 @@ def measure(
     report: Callable[[Row], None],
 ) -> None:
     clock = time.process_time if options.cpu_time else time.perf_counter
-    for name, out_features, in_features, layers in SHAPES:
+    for name, out_features, in_features, layers in options.shape or SHAPES:
         weights, by_torch = make_weights(library, kind, out_features, in_features, layers)
         for num_rows in options.rows:
             if name == "head" and num_rows > MOST_HEAD_ROWS:
@@ -178,6 +182,11 @@ def measure(
             )
 
 
+def _shape(text: str) -> tuple[str, int, int, int]:
+    out_features, in_features, layers = map(int, text.split("x"))
+    return ("given", out_features, in_features, layers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [kind.name.lower() for kind in WeightKind]
@@ -185,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128, 1024])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--shape", type=_shape, action="append")
     parser.add_argument("--cpu-time", action="store_true", help="processor time, on one thread")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
