@@ -11,7 +11,7 @@ import pytest
 
 HI: Any = [
     {"role": "system", "content": "Answer in one word."},
-    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "user", "content": "What is the capital of France? Answer in one word."},
 ]
 GREEDY: dict[str, Any] = {"model": "smol", "temperature": 0, "max_completion_tokens": 8}
 

@@ -9,7 +9,7 @@ import pytest
 
 ROUTE = "/v1/responses"
 pytestmark = pytest.mark.usefixtures("needs_route")
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of France? Answer in one word."
 GREEDY: dict[str, Any] = {"model": "smol", "temperature": 0, "max_output_tokens": 16}
 ORDER = [
     "response.created",

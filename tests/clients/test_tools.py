@@ -12,7 +12,7 @@ import pytest
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else importing it asks the internet
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of France? Answer in one word."
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import { client, collect, connect } from "./common.mjs";
 
 const messages = [
   { role: "system", content: "Answer in one word." },
-  { role: "user", content: "What is the capital of France?" },
+  { role: "user", content: "What is the capital of France? Answer in one word." },
 ];
 const greedy = { model: "smol", messages, temperature: 0, max_completion_tokens: 8 };
 const whole = await client.chat.completions.create(greedy);

@@ -9,7 +9,7 @@ import { client, collect, lacks } from "./common.mjs";
 const skip = lacks("/v1/responses");
 const greedy = {
   model: "smol",
-  input: "What is the capital of France?",
+  input: "What is the capital of France? Answer in one word.",
   temperature: 0,
   max_output_tokens: 16,
 };
