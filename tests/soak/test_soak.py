@@ -33,6 +33,7 @@ GROWTH = 1.02
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SOAK_S + 600)]
 Kinds = Sequence[Callable[[Client], Any]]
+Drawn = Iterator[Callable[[Client], Any]]
 
 
 @pytest.fixture
@@ -61,7 +62,12 @@ class Soak:
         self.num_threads: list[int] = []
         self.num_tasks: list[float] = []
 
-    def round(self, kinds: Kinds, *, is_deadly: bool = False) -> Count:
+    def drawn(self, kinds: Kinds) -> Drawn:
+        """At random, each once before any comes again: a slow machine gets to all of them too."""
+        while True:
+            yield from self.chance.sample(kinds, len(kinds))
+
+    def round(self, kinds: Drawn, *, is_deadly: bool = False) -> Count:
         """Traffic of these kinds, then an idle server that has to be empty."""
         count = asyncio.run(self._traffic(kinds, is_deadly))
         self._check_empty()
@@ -69,7 +75,7 @@ class Soak:
             self.kinds[name] = self.kinds.get(name, 0) + number
         return count
 
-    async def _traffic(self, kinds: Kinds, is_deadly: bool) -> Count:
+    async def _traffic(self, kinds: Drawn, is_deadly: bool) -> Count:
         end = time.monotonic() + ROUND_S
         limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
         async with httpx.AsyncClient(timeout=120, limits=limits) as http:
@@ -77,7 +83,7 @@ class Soak:
 
             async def go_on() -> None:
                 while time.monotonic() < end:
-                    await client.ask(self.chance.choice(kinds))
+                    await client.ask(next(kinds))
 
             hurting = [self._hurt()] if is_deadly else []
             await asyncio.gather(*(go_on() for _ in range(NUM_CLIENTS)), *hurting)
@@ -141,20 +147,21 @@ def test_growth_is_seen() -> None:
 
 def test_nothing_leaks_under_mixed_traffic_and_faults(server: Any) -> None:
     soak = Soak(server)
+    exact, wild = soak.drawn(EXACT), soak.drawn(WILD)
     begin = time.monotonic()
     while (elapsed_s := time.monotonic() - begin) < SOAK_S:
         is_quiet = elapsed_s > SOAK_S / 2
         before = soak.tokens()
-        calm = soak.round(EXACT)
+        calm = soak.round(exact)
         told = (calm.num_prompt_tokens, calm.num_generation_tokens)
         assert tuple(b - a for a, b in zip(before, soak.tokens(), strict=True)) == told
         if not is_quiet:
             before = soak.tokens()
-            deadly = soak.round(EXACT, is_deadly=True)
+            deadly = soak.round(exact, is_deadly=True)
             prompt, generation = (b - a for a, b in zip(before, soak.tokens(), strict=True))
             assert generation == deadly.num_generation_tokens
             assert prompt >= deadly.num_prompt_tokens  # those that died half computed count twice
-        soak.round(WILD)
+        soak.round(wild)
         soak.look(is_quiet=is_quiet)
     report(soak)
     assert set(soak.kinds) == {kind.__name__ for kind in WILD}
